@@ -1,0 +1,86 @@
+"""The activation replica: one engine, on one GPU or on the CPU, behind a Serve deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from deployments.args import AppArgs
+from wllm_ray.records import CapturedChunk, CaptureTask, EngineDescription, ModelIdentity
+
+__all__ = ["ActivationReplica"]
+
+
+def _load_engine(args: AppArgs, identity: ModelIdentity) -> Any:
+    """Import vLLM here, in the replica: its device is only known where Ray put it."""
+    # Ray sets this from num_cpus before the replica starts, and torch reads it at import.
+    os.environ["OMP_NUM_THREADS"] = str(args.threads or 1)
+    from wllm_ray.capture.vllm_engine import VLLMEngine
+
+    from wllm_ray.capture.tokenizer import TransformersTokenizer
+
+    tokenizer = TransformersTokenizer(
+        args.model, identity, trust_remote_code=args.trust_remote_code
+    )
+    return VLLMEngine(
+        args.model,
+        model_identity=identity,
+        tokenizer_identity=tokenizer.identity,
+        served_model_name=args.served_model_name or identity.name,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        prefill_split_tokens=args.prefill_split_tokens,
+        max_num_seqs=args.max_num_seqs,
+        threads=args.threads,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        allow_unprofiled_vllm=args.allow_unprofiled_vllm,
+        vllm_args=_vllm_args(args, identity),
+    )
+
+
+def _vllm_args(args: AppArgs, identity: ModelIdentity) -> dict[str, Any]:
+    """Pin a hub model to the commit that was resolved; a directory has no revisions."""
+    pinned = {} if Path(args.model).is_dir() else {"revision": identity.revision}
+    return {"trust_remote_code": args.trust_remote_code} | pinned
+
+
+class ActivationReplica:
+    """Holds the engine; adds nothing to it but the border to Ray.
+
+    The constructor returns only after the self-test has passed, so a replica that runs is one that
+    was proven.
+    """
+
+    async def __init__(self, args: AppArgs, identity: ModelIdentity) -> None:
+        # vLLM is built on a plain thread: a constructor here runs on the replica's event loop.
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            self._engine = await loop.run_in_executor(pool, _load_engine, args, identity)
+
+    async def describe(self) -> EngineDescription:
+        """What this replica runs."""
+        description: EngineDescription = self._engine.description
+        return description
+
+    async def capture(self, task: CaptureTask) -> AsyncIterator[int | CapturedChunk]:
+        """Run a chunk; first the number of rows, then the chunk as an object of its own.
+
+        The small first item tells the caller that the chunk is done without pulling the arrays.
+        """
+        captured: CapturedChunk = await self._engine.extract_async(task)
+        yield len(captured.row_index)
+        yield captured
+
+    async def check_health(self) -> None:
+        """Raise where the engine is dead or stuck, so that Serve replaces this replica."""
+        self._engine.check()
+
+    def __del__(self) -> None:
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.close()

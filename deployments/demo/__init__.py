@@ -1,0 +1,1 @@
+"""The demo behind ``make demo``: one real model, one real dataset, one probe, one picture."""

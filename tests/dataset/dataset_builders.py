@@ -1,0 +1,178 @@
+"""A small dataset, built the way the coordinator builds one, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from wllm_ray.dataset.manifest import DatasetSpec, ShardSpec
+from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard
+from wllm_ray.digest import canonical_json, request_digest, rows_digest
+from wllm_ray.records import (
+    CapturedChunk,
+    CaptureIdentity,
+    EngineDescription,
+    Fingerprint,
+    ModelIdentity,
+    RowFailure,
+    RowRecord,
+    SelfTestReport,
+    TokenizerIdentity,
+)
+
+MODEL = ModelIdentity(name="tiny", revision="a" * 40, requested_revision="main")
+TOKENIZER = TokenizerIdentity(name="tiny", revision="b" * 40, chat_template_sha256=None)
+FINGERPRINT = Fingerprint(
+    model_revision="a" * 40,
+    tokenizer_revision="b" * 40,
+    engine="fake",
+    engine_version="1",
+    engine_dtype="float32",
+    precision="native",
+    device="cpu",
+    threads=1,
+    prefill_split_tokens=64,
+    reproducibility="bitwise",
+)
+SELFTEST = SelfTestReport(
+    passed=True,
+    checks={"hooks": "each fired once"},
+    reproducibility="bitwise",
+    measured_relative_l2=0.0,
+    prompt_lengths=(8, 64),
+    residual="sum",
+    seconds=0.5,
+)
+HIDDEN = 4
+FAILED_ROW = 1
+
+
+def description(**changes) -> EngineDescription:
+    fingerprint = FINGERPRINT.model_copy(update=changes)
+    return EngineDescription(
+        served_model_name="tiny",
+        model=MODEL,
+        tokenizer=TOKENIZER,
+        architecture="TinyForCausalLM",
+        num_layers=4,
+        hidden_size=HIDDEN,
+        vocab_size=1000,
+        max_model_len=128,
+        site_kinds=("resid_post",),
+        positions=("last_prompt", "all_prompt"),
+        fingerprint=fingerprint,
+        versions={"numpy": "2", "wllm_ray": "0"},
+        selftest=SELFTEST,
+    )
+
+
+def make_rows(count: int, *, failed: Sequence[int] = (), sites=("L1_resid_post",)):
+    """Rows with ids that sort wrongly as text, some in other scripts."""
+    identity = CaptureIdentity(
+        model_revision="a" * 40,
+        tokenizer_revision="b" * 40,
+        chat_template_sha256=None,
+        sites=tuple(sites),
+        position="last_prompt",
+        capture_mode="replay",
+    ).model_dump()
+    return [_row(index, index in failed, identity) for index in range(count)]
+
+
+def _row(index: int, failed: bool, identity) -> RowRecord:
+    row_id = ("r-{}", "行-{}", "🙂 {}", "e\u0301{}")[index % 4].format(index)
+    metadata = {"label": index % 2, "n": 10**30, "x": 1.0, "text": "\ud83d\u2028"}
+    return RowRecord(
+        index=index,
+        id=row_id,
+        metadata_json=canonical_json(metadata).decode(),
+        request_digest=request_digest(
+            row_id=row_id, content={"prompt": f"p{index}"}, metadata=metadata, identity=identity
+        ),
+        token_ids=None if failed else np.arange(index, index + 2 + index % 3, dtype=np.int32),
+        failure=RowFailure.of("too_long", "200 tokens, the model takes 128") if failed else None,
+    )
+
+
+def make_spec(rows, /, *, dataset_id="d", per_shard=3, position="last_prompt", **changes):
+    sites = changes.pop("sites", ("L1_resid_post",))
+    shards = [rows[at : at + per_shard] for at in range(0, len(rows), per_shard)]
+    fields = {
+        "dataset_id": dataset_id,
+        "model": MODEL,
+        "tokenizer": TOKENIZER,
+        "sites": sites,
+        "position": position,
+        "capture_mode": "replay",
+        "storage_dtype": "float32",
+        "shard_format": "npy",
+        "hidden_size": HIDDEN,
+        "rows": len(rows),
+        "max_rows_per_shard": per_shard,
+        "max_bytes_per_shard": 1 << 20,
+        "shards": tuple(
+            ShardSpec(
+                first_row=part[0].index,
+                rows=len(part),
+                requests_sha256=rows_digest(row.request_digest for row in part),
+            )
+            for part in shards
+        ),
+    }
+    return DatasetSpec(**(fields | changes))
+
+
+def rows_of(spec, rows, shard):
+    asked = spec.shards[shard]
+    return rows[asked.first_row : asked.first_row + asked.rows]
+
+
+def value_of(index: int, position: int = 0, site: int = 0) -> np.ndarray:
+    """What the fake model computes: [HIDDEN] float32."""
+    start = 1000.0 * (site + 1) + 10.0 * index + position
+    return np.float32(start) + np.arange(HIDDEN, dtype=np.float32) / 8
+
+
+def features_of(row, spec) -> np.ndarray:
+    length = len(row.token_ids) if spec.position == "all_prompt" else 1
+    values = [
+        [value_of(row.index, position, site) for site in range(len(spec.sites))]
+        for position in range(length)
+    ]
+    return np.asarray(values, dtype=np.float32)
+
+
+def capture(rows, spec, *, failures=None, features=None, **description_changes) -> CapturedChunk:
+    """What an engine would return for these rows; ``failures`` is index → RowFailure."""
+    failures = failures or {}
+    rows = [row for row in rows if row.failure is None]
+    blocks = {
+        row.index: (features or {}).get(row.index, features_of(row, spec))
+        for row in rows
+        if row.index not in failures
+    }
+    lengths = [len(blocks.get(row.index, ())) for row in rows]
+    empty = np.empty((0, len(spec.sites), spec.hidden_size), np.float32)
+    return CapturedChunk(
+        row_index=np.array([row.index for row in rows], np.int64),
+        lengths=np.array(lengths, np.int64),
+        features=np.concatenate([empty, *blocks.values()]).astype(np.float32),
+        failures=failures,
+        description=description(**description_changes),
+        timings={"engine": 0.25},
+    )
+
+
+def stage_all(store, spec, rows) -> None:
+    create_spec(store, spec)
+    for shard in range(len(spec.shards)):
+        part = rows_of(spec, rows, shard)
+        stage_shard(store, spec, shard, part, [capture(part, spec)])
+
+
+def write_dataset(store, rows, **options):
+    """Spec, shards and manifest in one go; returns the manifest."""
+    spec = make_spec(rows, **options)
+    stage_all(store, spec, rows)
+    return commit_manifest(store, spec.dataset_id)

@@ -1,0 +1,197 @@
+"""FORMAT.md against the code, and the code against bytes and digests made by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from dataset_builders import FAILED_ROW, make_rows, make_spec, value_of, write_dataset
+
+import wllm_ray.dataset
+from wllm_ray import digest
+from wllm_ray.dataset.manifest import DatasetSpec, Manifest, Receipt
+from wllm_ray.dataset.shard import ROWS_SCHEMA, npy_array, npy_header
+from wllm_ray.errors import ROW_FAILURE_CODES, IntegrityError
+
+pytestmark = pytest.mark.requirement("D-1", "D-3")
+
+FORMAT = (Path(wllm_ray.dataset.__file__).parent / "FORMAT.md").read_text(encoding="utf-8")
+GOLDEN = re.findall(r"^\| (\w+) \| `(.+)` \| `(.+)` \|$", FORMAT, re.MULTILINE)
+
+
+def evaluate(function, argument):
+    if function == "canonical_json":
+        return digest.canonical_json(argument).decode()
+    if function == "request_digest":
+        row_id = argument.pop("id")
+        return digest.request_digest(row_id=row_id, **argument)
+    return getattr(digest, function)(argument)
+
+
+def test_the_golden_table_covers_every_digest_function():
+    names = {function for function, _, _ in GOLDEN}
+    assert names == {
+        "canonical_json",
+        "request_digest",
+        "rows_digest",
+        "shard_rows_digest",
+        "token_digest",
+    }
+
+
+@pytest.mark.parametrize(("function", "argument", "expected"), GOLDEN)
+def test_golden_values_of_the_page(function, argument, expected):
+    assert evaluate(function, digest.parse_json(argument)) == expected
+
+
+def test_the_page_names_every_key_column_and_code():
+    keys = {*DatasetSpec.model_fields, *Receipt.model_fields, *Manifest.model_fields}
+    missing = [name for name in {*keys, *ROWS_SCHEMA.names} if name not in FORMAT]
+    assert missing == []
+    for code, (stage, permanent, meaning) in ROW_FAILURE_CODES.items():
+        kind = "permanent" if permanent else "transient"
+        assert f"| `{code}` | {stage} | {kind} | {meaning} |" in FORMAT
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 4), (3, 1, 4), (123_456, 62, 8192)])
+def test_the_header_is_the_one_of_the_page_and_of_numpy(shape):
+    by_hand = b"\x93NUMPY\x01\x00" + struct.pack("<H", 118)
+    by_hand += f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    by_hand = by_hand.ljust(127) + b"\n"
+    by_numpy = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        by_numpy, {"descr": "<f4", "fortran_order": False, "shape": shape}
+    )
+    assert npy_header(shape) == by_hand == by_numpy.getvalue()
+
+
+def test_a_file_written_by_numpy_is_read_and_the_other_way_round():
+    values = np.arange(24, dtype="<f4").reshape(3, 2, 4)
+    file = io.BytesIO()
+    np.save(file, values)
+    raw = np.frombuffer(file.getvalue(), np.uint8)
+    assert np.array_equal(npy_array(raw, (3, 2, 4), "x"), values)
+    ours = npy_header((3, 2, 4)) + values.tobytes()
+    assert np.array_equal(np.load(io.BytesIO(ours), allow_pickle=False), values)
+
+
+def saved(array, **options):
+    file = io.BytesIO()
+    np.save(file, array, **options)
+    return file.getvalue()
+
+
+GOOD = saved(np.ones((2, 1, 4), "<f4"))
+LIES = {
+    "truncated": (GOOD[:-1], "size_mismatch"),
+    "longer": (GOOD + b"\0", "size_mismatch"),
+    "empty": (b"", "size_mismatch"),
+    "other shape": (saved(np.ones((1, 2, 4), "<f4")), "array_invalid"),
+    "integers": (saved(np.ones((2, 1, 4), "<i4")), "array_invalid"),
+    "big-endian": (saved(np.ones((2, 1, 4), ">f4")), "array_invalid"),
+    "fortran order": (saved(np.asfortranarray(np.ones((2, 1, 4), "<f4"))), "array_invalid"),
+    "two doubles": (saved(np.ones((1, 1, 4), "<f8")), "array_invalid"),
+    "version 2": (GOOD.replace(b"\x01\x00", b"\x02\x00", 1), "array_invalid"),
+    "objects": (
+        GOOD[:10] + GOOD[10:128].replace(b"'<f4'", b"'|O' ") + GOOD[128:],
+        "array_invalid",
+    ),
+}
+
+
+@pytest.mark.requirement("D-6")
+@pytest.mark.parametrize("lie", LIES)
+def test_each_way_a_features_file_can_lie(lie):
+    data, code = LIES[lie]
+    if lie == "fortran order":
+        # NumPy calls an array of this shape C order; write the header by hand.
+        data = GOOD.replace(b"False", b"True ", 1)
+    with pytest.raises(IntegrityError, match="^x: expected") as error:
+        npy_array(np.frombuffer(data, np.uint8), (2, 1, 4), "x")
+    assert error.value.code == code
+
+
+def plain_json(value):
+    """Canonical JSON of values without floats, without our code."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return text.encode()
+
+
+def test_every_digest_of_a_dataset_recomputed_with_hashlib_alone(local, tmp_path):
+    rows = make_rows(5, failed=[FAILED_ROW])
+    write_dataset(local, rows)
+    folder = tmp_path / "root/datasets/d"
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    spec_bytes = (folder / "spec.json").read_bytes()
+    assert manifest["spec_sha256"] == hashlib.sha256(spec_bytes).hexdigest()
+
+    shards = []
+    for number, shard in enumerate(manifest["shards"]):
+        features, table = shard["files"]
+        for entry in (features, table):
+            data = (folder / entry["name"]).read_bytes()
+            assert entry["sha256"] == hashlib.sha256(data).hexdigest()
+            assert entry["bytes"] == len(data)
+            suffix = ".npy" if entry["role"] == "features" else ".rows.arrow"
+            assert entry["name"] == f"shard-{number:05d}-{entry['sha256'][:16]}{suffix}"
+        receipt = (folder / f"shard-{number:05d}.receipt.json").read_bytes()
+        assert shard["receipt_sha256"] == hashlib.sha256(receipt).hexdigest()
+        total, requests = hashlib.sha256(), hashlib.sha256()
+        for row in pa.ipc.open_file(folder / table["name"]).read_all().to_pylist():
+            token = None
+            if row["token_ids"] is not None:
+                packed = struct.pack(f"<{len(row['token_ids'])}I", *row["token_ids"])
+                token = hashlib.sha256(packed).hexdigest()
+                assert row["token_sha256"].hex() == token
+            total.update(plain_json([row["request_sha256"].hex(), token, row["status"]]) + b"\n")
+            requests.update(row["request_sha256"])
+        assert shard["rows_sha256"] == total.hexdigest()
+        assert shard["requests_sha256"] == requests.hexdigest()
+        shards.append(
+            {
+                "first_row": shard["first_row"],
+                "rows": shard["rows"],
+                "rows_sha256": shard["rows_sha256"],
+                "features_sha256": [features["sha256"]],
+            }
+        )
+    content = {
+        "format": "wllm_ray.content/1",
+        "spec": {
+            "model_revision": "a" * 40,
+            "tokenizer_revision": "b" * 40,
+            "sites": ["L1_resid_post"],
+            "position": "last_prompt",
+            "storage_dtype": "float32",
+            "shard_format": "npy",
+            "max_rows_per_shard": 3,
+            "max_bytes_per_shard": 1 << 20,
+        },
+        "fingerprint": manifest["fingerprint"],
+        "shards": shards,
+    }
+    assert manifest["content_sha256"] == hashlib.sha256(plain_json(content)).hexdigest()
+
+
+def test_the_features_file_holds_the_good_rows_in_order(local, tmp_path):
+    rows = make_rows(5, failed=[FAILED_ROW])
+    manifest = write_dataset(local, rows)
+    name = manifest.shards[0].file("features").name
+    data = (tmp_path / "root/datasets/d" / name).read_bytes()
+    expected = b"".join(value_of(index).astype("<f4").tobytes() for index in (0, 2))
+    assert data == npy_header((2, 1, 4)) + expected
+
+
+def test_the_rows_table_is_the_same_bytes_every_time(local):
+    rows = make_rows(5, failed=[FAILED_ROW])
+    first = write_dataset(local, rows, dataset_id="one")
+    second = write_dataset(local, rows, dataset_id="two")
+    assert [s.files for s in first.shards] == [s.files for s in second.shards]
+    assert make_spec(rows).rows == 5

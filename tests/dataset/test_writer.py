@@ -1,0 +1,335 @@
+"""Spec, stage, commit: once each, whoever tries, however often."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from dataset_builders import (
+    FAILED_ROW,
+    capture,
+    make_rows,
+    make_spec,
+    rows_of,
+    stage_all,
+    value_of,
+    write_dataset,
+)
+
+from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.writer import (
+    commit_manifest,
+    create_spec,
+    load_spec,
+    orphans,
+    stage_shard,
+    staged_shards,
+)
+from wllm_ray.errors import ConflictError, IntegrityError, NotFoundError, RowsFailedError
+from wllm_ray.records import RowFailure
+
+pytestmark = pytest.mark.requirement("D-4")
+
+LOST = RowFailure.of("replica_lost", "gone")
+
+
+@pytest.fixture
+def rows():
+    return make_rows(8, failed=[FAILED_ROW])
+
+
+@pytest.fixture
+def spec(rows):
+    return make_spec(rows)
+
+
+def stage(store, spec, rows, shard, **options):
+    part = rows_of(spec, rows, shard)
+    return stage_shard(store, spec, shard, part, [capture(part, spec, **options)])
+
+
+def test_spec_is_created_once(store, spec):
+    assert create_spec(store, spec) is True
+    assert create_spec(store, spec) is False
+    assert load_spec(store, "d") == spec
+
+
+def test_a_conflict_names_fields_and_shards(store, spec, rows):
+    create_spec(store, spec)
+    changed = [*rows[:4], replace(rows[4], request_digest="0" * 64), *rows[5:]]
+    with pytest.raises(ConflictError, match="begun with another request") as error:
+        create_spec(store, make_spec(changed, position="first"))
+    assert error.value.code == "dataset_conflict"
+    assert error.value.details == {
+        "fields": {"position": {"stored": "last_prompt", "asked": "first"}},
+        "shards": [1],
+        "rows": [],
+    }
+    assert load_spec(store, "d") == spec
+
+
+@pytest.mark.requirement("L-6")
+def test_a_conflict_names_the_staged_rows_that_differ(store, spec, rows):
+    create_spec(store, spec)
+    stage(store, spec, rows, 1)
+    changed = [*rows[:4], replace(rows[4], request_digest="0" * 64), *rows[5:]]
+    asked = make_spec(changed)
+    with pytest.raises(ConflictError, match=r"shards \[1\], rows \['r-4'\]") as error:
+        create_spec(store, asked, rows_of=lambda shard: rows_of(asked, changed, shard))
+    assert error.value.details["rows"] == ["r-4"]
+
+
+def test_a_conflict_names_rows_that_changed_places(store, rows):
+    spec = make_spec(rows)
+    create_spec(store, spec)
+    stage(store, spec, rows, 1)
+    moved = list(rows)
+    moved[3], moved[4] = (replace(rows[4], index=3), replace(rows[3], index=4))
+    asked = make_spec(moved)
+    with pytest.raises(ConflictError) as error:
+        create_spec(store, asked, rows_of=lambda shard: rows_of(asked, moved, shard))
+    assert error.value.details["rows"] == [rows[3].id, rows[4].id]
+
+
+def test_appended_rows_to_a_committed_dataset(store, rows):
+    write_dataset(store, rows)
+    with pytest.raises(ConflictError, match="is committed and cannot change") as error:
+        create_spec(store, make_spec(make_rows(10, failed=[FAILED_ROW])))
+    assert error.value.code == "dataset_immutable"
+    assert error.value.details["fields"] == {"rows": {"stored": 8, "asked": 10}}
+    assert error.value.details["shards"] == [2, 3]
+
+
+def test_no_dataset_begun(store):
+    for call in (load_spec, commit_manifest, orphans):
+        with pytest.raises(NotFoundError, match="no dataset 'd' was begun"):
+            call(store, "d")
+
+
+def test_staging_twice_is_a_success_that_changes_nothing(store, spec, rows):
+    create_spec(store, spec)
+    first = stage(store, spec, rows, 0)
+    before = store.list("datasets")
+    again = stage(store, spec, rows, 0)
+    assert (first.created, first.superseded) == (True, False)
+    assert (again.created, again.superseded) == (False, False)
+    assert again.receipt == first.receipt
+    assert store.list("datasets") == before
+
+
+@pytest.mark.requirement("D-3")
+def test_the_first_receipt_stands_and_the_second_is_told(store, spec, rows):
+    create_spec(store, spec)
+    first = stage(store, spec, rows, 0)
+    other = stage(store, spec, rows, 0, features={0: value_of(99)[None, None]})
+    assert (other.created, other.superseded) == (False, True)
+    assert other.receipt == first.receipt
+    (orphan,) = orphans(store, "d")
+    assert orphan[0].startswith("shard-00000-")
+    assert orphan[0].endswith(".npy")
+
+
+@pytest.mark.requirement("D-10")
+def test_nothing_is_written_while_a_transient_failure_is_left(store, spec, rows):
+    create_spec(store, spec)
+    part = rows_of(spec, rows, 0)
+    first = capture(part, spec, failures={2: LOST})
+    result = stage_shard(store, spec, 0, part, [first])
+    assert (result.receipt, result.transient, result.created) == (None, {2: LOST}, False)
+    assert [key for key, _ in store.list("datasets")] == ["datasets/d/spec.json"]
+    retried = stage_shard(store, spec, 0, part, [first, capture(part[2:], spec)])
+    whole = stage(open_store("memory://whole"), spec, rows, 0)
+    assert retried.receipt.files == whole.receipt.files
+    assert retried.receipt.timings["engine"] == 0.5
+
+
+@pytest.mark.requirement("D-5", "D-10")
+def test_commit_needs_every_receipt(store, spec, rows):
+    create_spec(store, spec)
+    stage(store, spec, rows, 1)
+    with pytest.raises(RowsFailedError, match=r"2 of 3 shards have no receipt yet \(0, 2\)") as e:
+        commit_manifest(store, "d")
+    assert e.value.details == {"missing_shards": [0, 2]}
+    assert set(staged_shards(store, spec)) == {1}
+    for shard in (0, 2):
+        stage(store, spec, rows, shard)
+    assert commit_manifest(store, "d").rows == 8
+
+
+def test_commit_twice_is_one_dataset(store, rows):
+    first = write_dataset(store, rows)
+    before = store.list("datasets")
+    assert commit_manifest(store, "d") == first
+    assert store.list("datasets") == before
+
+
+def test_a_shard_without_a_good_row_is_a_shard(store):
+    rows = make_rows(6, failed=[0, 1, 2])
+    manifest = write_dataset(store, rows)
+    assert manifest.shape == (3, 1, 4)
+    assert manifest.shards[0].file("features").bytes == 128
+    assert manifest.fingerprint is not None
+    assert manifest.selftest is not None
+
+
+def test_no_good_row_at_all(store):
+    rows = make_rows(2, failed=[0, 1])
+    spec = make_spec(rows)
+    create_spec(store, spec)
+    stage_shard(store, spec, 0, rows, [])
+    manifest = commit_manifest(store, "d")
+    assert (manifest.shape, manifest.rows_ok, manifest.fingerprint) == ((0, 1, 4), 0, None)
+
+
+@pytest.mark.requirement("D-7")
+def test_mixed_fingerprints_are_not_committed(store, spec, rows):
+    create_spec(store, spec)
+    for shard, device in ((0, "cpu"), (1, "cpu"), (2, "gpu")):
+        stage(store, spec, rows, shard, device=device)
+    with pytest.raises(ConflictError, match=r"shard 2 comes from .* \(device\)") as error:
+        commit_manifest(store, "d")
+    assert error.value.code == "mixed_fingerprints"
+
+
+@pytest.mark.requirement("D-5")
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (lambda data: data[:-1], "size_mismatch"),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "digest_mismatch"),
+        (None, "file_missing"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".npy", ".rows.arrow"])
+def test_resuming_over_a_damaged_file_fails_closed(store, spec, rows, damage, code, suffix):
+    stage_all(store, spec, rows)
+    key = next(k for k, _ in store.list("datasets") if k.endswith(suffix) and "00001" in k)
+    if damage is None:
+        store.delete(key)
+    else:
+        store.put(key, damage(store.get(key)), mode="overwrite")
+    with pytest.raises(IntegrityError, match=key) as error:
+        staged_shards(store, spec)
+    assert error.value.code == code
+    if code != "digest_mismatch":
+        with pytest.raises(IntegrityError, match=key):
+            commit_manifest(store, "d")
+
+
+@pytest.mark.requirement("D-5")
+def test_resuming_over_a_damaged_receipt_fails_closed(store, spec, rows):
+    stage_all(store, spec, rows)
+    key = "datasets/d/shard-00001.receipt.json"
+    store.put(key, b"{", mode="overwrite")
+    with pytest.raises(IntegrityError, match=key) as error:
+        staged_shards(store, spec)
+    assert error.value.code == "manifest_invalid"
+
+
+def test_a_receipt_of_a_shard_that_does_not_exist(store, spec, rows):
+    stage_all(store, spec, rows)
+    store.put("datasets/d/shard-00009.receipt.json", b"{}")
+    with pytest.raises(IntegrityError, match="the spec does not have"):
+        staged_shards(store, spec)
+
+
+def test_another_manifest_stands(store, rows):
+    other = write_dataset(store, rows, dataset_id="other")
+    stage_all(store, make_spec(rows), rows)
+    store.put("datasets/d/manifest.json", store.get("datasets/other/manifest.json"))
+    assert commit_manifest(store, "d") == other  # the same content: nothing is lost by it
+    store.put("datasets/e/manifest.json", store.get("datasets/other/manifest.json"))
+    stage_all(store, make_spec(rows, dataset_id="e", per_shard=4), rows)
+    with pytest.raises(ConflictError, match="use another dataset id") as error:
+        commit_manifest(store, "e")
+    assert error.value.code == "dataset_immutable"
+
+
+def test_many_threads_one_dataset(store, rows):
+    with ThreadPoolExecutor(4) as pool:
+        manifests = list(pool.map(lambda _: write_dataset(store, rows), range(4)))
+    assert len({manifest.manifest_sha256 for manifest in manifests}) == 1
+    assert orphans(store, "d") == []
+
+
+def test_many_processes_one_dataset(tmp_path, rows):
+    program = (
+        "import sys; from dataset_builders import *; from wllm_ray.dataset.store import open_store\n"
+        "rows = make_rows(8, failed=[FAILED_ROW])\n"
+        "print(write_dataset(open_store(sys.argv[1]), rows).manifest_sha256)\n"
+    )
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            env={"PYTHONPATH": ":".join(paths)},
+        )
+        for _ in range(3)
+    ]
+    digests = {child.communicate(timeout=120)[0] for child in children}
+    assert [child.returncode for child in children] == [0, 0, 0]
+    assert digests == {commit_manifest(open_store(tmp_path), "d").manifest_sha256.encode() + b"\n"}
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+@pytest.mark.requirement("D-2", "D-3")
+def test_the_content_digest_is_of_the_content_alone(store, rows):
+    base = write_dataset(store, rows)
+    renamed = write_dataset(store, rows, dataset_id="renamed")
+    one_by_one = make_spec(rows, dataset_id="chunked")
+    create_spec(store, one_by_one)
+    for shard in (2, 0, 1):
+        part = rows_of(one_by_one, rows, shard)
+        chunks = [capture([row], one_by_one) for row in reversed(part) if row.failure is None]
+        stage_shard(store, one_by_one, shard, part, chunks)
+    chunked = commit_manifest(store, "chunked")
+    assert base.content_sha256 == renamed.content_sha256 == chunked.content_sha256
+    assert len({base.manifest_sha256, renamed.manifest_sha256, chunked.manifest_sha256}) == 3
+    different = (
+        write_dataset(store, rows, dataset_id="x1", per_shard=4),
+        write_dataset(store, rows, dataset_id="x2", position="first"),
+        write_dataset(store, make_rows(8), dataset_id="x3"),
+        write_dataset(store, rows, dataset_id="x4", sites=("L2_resid_post",)),
+    )
+    assert len({base.content_sha256, *(one.content_sha256 for one in different)}) == 5
+
+
+@pytest.mark.requirement("D-2")
+def test_the_manifest_says_which_model_engine_and_versions(store, rows):
+    manifest = write_dataset(store, rows)
+    assert manifest.model.revision == "a" * 40
+    assert manifest.model.requested_revision == "main"
+    assert manifest.reproducibility == "bitwise"
+    assert manifest.measured_relative_l2 == 0.0
+    assert manifest.versions == {"numpy": "2", "wllm_ray": "0"}
+    assert set(manifest.shards[0].timings) == {"engine", "stage"}
+    assert manifest.shards[1].versions is None  # as the manifest's own
+
+
+@pytest.mark.requirement("D-2")
+def test_a_shard_of_another_replica_keeps_its_own_self_test(store, spec, rows):
+    create_spec(store, spec)
+    for shard in range(3):
+        part = rows_of(spec, rows, shard)
+        chunk = capture(part, spec)
+        selftest = chunk.description.selftest.model_copy(update={"seconds": float(shard)})
+        described = chunk.description.model_copy(update={"selftest": selftest})
+        stage_shard(store, spec, shard, part, [replace(chunk, description=described)])
+    manifest = commit_manifest(store, "d")
+    seconds = [shard.selftest and shard.selftest.seconds for shard in manifest.shards]
+    assert (manifest.selftest.seconds, seconds) == (0.0, [None, 1.0, 2.0])
+
+
+@pytest.mark.requirement("D-2")
+def test_no_document_holds_a_path_or_prompt(local, tmp_path, rows):
+    write_dataset(local, rows)
+    for path in tmp_path.rglob("*.json"):
+        text = path.read_text(encoding="utf-8")
+        assert str(tmp_path) not in text
+        assert "p3" not in json.loads(text)

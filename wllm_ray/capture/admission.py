@@ -1,0 +1,142 @@
+"""Which requests enter the next forward pass, chosen so that a row's bits do not depend on others.
+
+Matrix kernels take other paths for other numbers of rows, and a prompt that is split elsewhere is
+rounded elsewhere. With one thread per engine, three rules make a row's bits a function of the row:
+only whole prompts enter a pass that has room for them; a prompt longer than the split size is
+split at its fixed multiples and nowhere else; no pass has fewer than :data:`MIN_PASS_TOKENS`
+tokens (a filler request makes up for them).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Generic, TypeVar
+
+__all__ = ["FILLER_TOKENS", "MIN_PASS_TOKENS", "Admission", "Limits", "PassPlan"]
+
+MIN_PASS_TOKENS = 8
+FILLER_TOKENS = 8
+# How far behind the head of the queue a prompt may stand that fills what is left of a pass. The
+# head itself enters the next pass first, so nobody is overtaken twice.
+_LOOK_AHEAD = 64
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one pass can hold.
+
+    Attributes:
+        split_tokens: Tokens in a pass, and the multiple at which longer prompts are split.
+        max_requests: Requests in a pass, fillers left out.
+        cache_blocks: Blocks of the key-value cache.
+        blocks_for: Blocks that a prompt of so many tokens takes.
+    """
+
+    split_tokens: int
+    max_requests: int
+    cache_blocks: int
+    blocks_for: Callable[[int], int]
+
+
+@dataclass(slots=True)
+class PassPlan(Generic[T]):
+    """The next pass.
+
+    Attributes:
+        admitted: Requests to hand to the engine now, in order.
+        tokens: Tokens of each request in the pass, those admitted before included.
+        needs_filler: The pass would be too short without a filler.
+    """
+
+    admitted: list[T] = field(default_factory=list)
+    tokens: dict[T, int] = field(default_factory=dict)
+    needs_filler: bool = False
+
+
+@dataclass(slots=True)
+class _Room:
+    tokens: int
+    requests: int
+    blocks: int
+
+    def take(self, tokens: int, blocks: int) -> bool:
+        if tokens > self.tokens or self.requests < 1 or blocks > self.blocks:
+            return False
+        self.tokens -= tokens
+        self.requests -= 1
+        self.blocks -= blocks
+        return True
+
+
+class Admission(Generic[T]):
+    """First come, first served, whole prompts only; at most one long prompt at a time."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._waiting: deque[tuple[T, int]] = deque()
+        self._running: dict[T, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def add(self, request: T, tokens: int) -> None:
+        """Queue a prompt of so many tokens."""
+        self._waiting.append((request, tokens))
+
+    def drop(self, request: T) -> None:
+        """Forget a request, wherever it stands."""
+        self._running.pop(request, None)
+        self._waiting = deque(item for item in self._waiting if item[0] != request)
+
+    def drop_many(self, requests: set[T]) -> None:
+        """Forget many requests with one walk over the queue."""
+        self._waiting = deque(item for item in self._waiting if item[0] not in requests)
+        for request in requests:
+            self._running.pop(request, None)
+
+    def next_pass(self) -> PassPlan[T]:
+        """Plan the pass; the requests in it count as running until :meth:`ran` or :meth:`drop`."""
+        plan: PassPlan[T] = PassPlan()
+        room = _Room(
+            self._limits.split_tokens, self._limits.max_requests, self._limits.cache_blocks
+        )
+        for request, (left, blocks) in self._running.items():
+            plan.tokens[request] = min(left, self._limits.split_tokens)
+            room.take(plan.tokens[request], blocks)
+        self._admit(plan, room)
+        plan.needs_filler = sum(plan.tokens.values()) < MIN_PASS_TOKENS
+        return plan
+
+    def ran(self, request: T, tokens: int) -> None:
+        """The engine ran so many tokens of a request."""
+        left, blocks = self._running.pop(request)
+        if left > tokens:
+            self._running[request] = (left - tokens, blocks)
+
+    def _admit(self, plan: PassPlan[T], room: _Room) -> None:
+        for request, tokens in list(islice(self._waiting, _LOOK_AHEAD)) if room.tokens else ():
+            long = tokens > self._limits.split_tokens
+            if long and plan.tokens:
+                continue
+            blocks = self._limits.blocks_for(tokens)
+            if room.take(min(tokens, self._limits.split_tokens), blocks):
+                plan.admitted.append(request)
+                plan.tokens[request] = min(tokens, self._limits.split_tokens)
+                self._running[request] = (tokens, blocks)
+        admitted = set(plan.admitted)
+        self._take_from_queue(admitted)
+
+    def _take_from_queue(self, admitted: set[T]) -> None:
+        passed: list[tuple[T, int]] = []
+        while admitted:
+            item = self._waiting.popleft()
+            if item[0] in admitted:
+                admitted.remove(item[0])
+            else:
+                passed.append(item)
+        self._waiting.extendleft(reversed(passed))

@@ -1,0 +1,206 @@
+"""The worker extension: where wllm_ray reaches into vLLM, and the only place that patches it.
+
+Every vLLM internal that capture depends on, with the version that it was seen in and what happens
+when it changes. Numbers 1 to 8 are used here, 9 to 14 in :mod:`wllm_ray.capture.vllm_config` and
+:mod:`wllm_ray.capture.vllm_driver`.
+
+ 1. ``ParallelConfig.worker_extension_cls`` (0.32.0): mixes this class into the worker. A name that
+    the worker has already is an assertion error at start, hence the prefix ``wllm_``. Gone: the
+    first ``collective_rpc`` fails at start.
+ 2. ``Worker.model_runner`` (0.32.0): the runner. Gone: ``AttributeError`` at start.
+ 3. V1 ``GPUModelRunner._prepare_inputs(scheduler_output, num_scheduled_tokens)`` (0.32.0): lays
+    out a pass. Gone: the runner is refused at start as unknown. No longer called once per pass:
+    nothing is captured and the self-test fails.
+ 4. V1 ``runner.input_batch.req_ids``, ``.num_computed_tokens_cpu``, ``runner.query_start_loc.np``,
+    ``runner.input_ids.cpu`` (0.32.0): order, offsets and ids of the pass, valid when
+    ``_prepare_inputs`` returns. Gone: every row fails with ``hook_failed``, so the self-test fails.
+    Different meaning: the router's comparison of token ids fails the rows.
+ 5. V2 ``GPUModelRunner.prepare_inputs(scheduler_output, ...)`` returning an ``InputBatch`` with
+    ``req_ids``, ``num_tokens``, ``query_start_loc_np``, ``num_computed_tokens_np``,
+    ``num_scheduled_tokens``, ``input_ids`` (0.32.0): the same for the second runner.
+ 6. ``runner.execute_model`` (0.32.0): holds exactly one forward pass. Dummy and profile passes do
+    not come through ``(_)prepare_inputs``, so they find no plan. Gone: ``AttributeError`` at start.
+ 7. ``runner.model``, ``runner.model.compute_logits(hidden)`` (0.32.0): the module tree, and the
+    path from normed hidden states to logits. Gone: ``AttributeError`` at start.
+ 8. ``vllm_config.model_config.get_hidden_size()``, ``.get_vocab_size()``,
+    ``.hf_text_config.num_hidden_layers``, ``.dtype``, ``.architecture`` (0.32.0). Gone:
+    ``AttributeError`` at start. Wrong: no list of blocks has that length, so start is refused.
+ 9. ``EngineArgs(...).create_engine_config()``, ``Executor.get_class`` (0.32.0). Changed: fails at
+    start.
+10. ``EngineCore(vllm_config, executor_class, log_stats)``, ``.preprocess_add_request``,
+    ``.add_request``, ``.abort_requests``, ``.step``, ``.collective_rpc``, ``.shutdown`` (0.32.0):
+    the in-process engine without tokenizer, detokenizer and output processor. Changed: fails at
+    start, or with the first request, which is the self-test's.
+11. ``EngineCoreRequest(...)`` fields by name; ``EngineCoreOutput.request_id``, ``.finish_reason``,
+    ``.new_logprobs`` (0.32.0). Changed: as 10.
+12. ``model_config.max_model_len`` is raised by one after the configuration is made, because the
+    scheduler keeps room for one sampled token although that token is never run (0.32.0). Gone: the
+    longest prompt stalls, which the driver reports as an engine that makes no progress.
+13. ``scheduler.max_num_scheduled_tokens``, ``.kv_cache_config.num_blocks``, ``.kv_cache_groups``
+    (0.32.0): the limits that admission keeps to. Changed: fails at start; wrong: passes are not run
+    as planned, which is noticed by comparing plan and pass.
+14. On CPU the worker replaces ``torch.set_num_threads`` by a function that does nothing (0.32.0),
+    so the driver sets the threads before the worker is made, through ``torch._C``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from wllm_ray.capture.hooks import BlockHooks
+from wllm_ray.capture.passes import PassCapture
+from wllm_ray.capture.probe import Probe
+from wllm_ray.capture.router import Pass
+from wllm_ray.capture.topology import Topology, find_block_lists, settle
+from wllm_ray.errors import CaptureError
+
+__all__ = ["CaptureExtension", "WorkerFacts"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What the worker knows of its model."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class CaptureExtension:
+    """Mixed into vLLM's worker; every method is called by name through ``collective_rpc``."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def wllm_facts(self) -> WorkerFacts:
+        """Read what the configuration says of the model."""
+        config = self.vllm_config.model_config
+        return WorkerFacts(
+            architecture=str(config.architecture),
+            num_layers=int(config.hf_text_config.num_hidden_layers),
+            hidden_size=int(config.get_hidden_size()),
+            vocab_size=int(config.get_vocab_size()),
+            dtype=config.dtype,
+            device=torch.device(self.model_runner.device),
+        )
+
+    def wllm_settle(self, run_probe_pass: Callable[[], int]) -> Topology:
+        """Find the blocks and how to read them, while ``run_probe_pass`` runs exactly one pass.
+
+        Args:
+            run_probe_pass: Runs the pass through this engine and returns its number of tokens.
+        """
+        facts, model = self.wllm_facts(), self.model_runner.model
+        lists = find_block_lists(model, facts.num_layers)
+        with Probe(model, lists, facts.hidden_size) as probe:
+            probe.log.num_tokens = run_probe_pass()
+        with torch.inference_mode():
+            return settle(probe.log, lists, dict(model.named_modules()))
+
+    def wllm_install(self, topology: Topology) -> PassCapture:
+        """Put the hooks on the blocks and follow the runner's passes from now on."""
+        hooks = BlockHooks(topology.blocks, topology.residual, self.wllm_facts().device)
+        capture = PassCapture(hooks)
+        _follow_passes(self.model_runner, capture)
+        return capture
+
+    def wllm_log_probabilities(
+        self, topology: Topology, rows: np.ndarray[Any, np.dtype[np.float32]]
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Next-token log-probabilities from captured rows of the last block.
+
+        Args:
+            topology: Where the final norm is.
+            rows: [N, hidden] float32.
+
+        Returns:
+            [N, vocab] float32, or more columns where the model pads its vocabulary.
+        """
+        facts = self.wllm_facts()
+        with torch.inference_mode():
+            stream = torch.from_numpy(rows).to(facts.device, facts.dtype)
+            normed = topology.final_norm(stream)
+            normed = normed[0] if isinstance(normed, tuple) else normed
+            logits = self.model_runner.model.compute_logits(normed)
+            result: np.ndarray[Any, np.dtype[np.float32]] = (
+                torch.log_softmax(logits.float(), dim=-1).cpu().numpy()
+            )
+        return result
+
+
+def _follow_passes(runner: Any, capture: PassCapture) -> None:
+    """Wrap the runner's own methods, on this instance."""
+    read: Callable[..., Pass]
+    if hasattr(runner, "_prepare_inputs"):
+        name, read = "_prepare_inputs", _read_v1
+    elif hasattr(runner, "prepare_inputs"):
+        name, read = "prepare_inputs", _read_v2
+    else:
+        raise CaptureError(
+            f"the model runner {type(runner).__qualname__} has neither _prepare_inputs (V1) nor "
+            "prepare_inputs (V2); this vLLM lays out its passes in a way that is not understood",
+            code="unknown_structure",
+        )
+    prepare, execute = getattr(runner, name), runner.execute_model
+
+    def prepare_and_begin(*args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(*args, **kwargs)
+        _guarded(capture, lambda: capture.begin(read(runner, prepared, *args)))
+        return prepared
+
+    def execute_and_end(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return execute(*args, **kwargs)
+        finally:
+            _guarded(capture, capture.end)
+
+    setattr(runner, name, prepare_and_begin)
+    runner.execute_model = execute_and_end
+
+
+def _guarded(capture: PassCapture, action: Callable[[], None]) -> None:
+    """An exception that reached the engine would leave it spinning; it fails the rows instead."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 (as the docstring says)
+        _log.exception("a forward pass could not be read")
+        capture.fail_all(f"a forward pass could not be read: {type(error).__name__}: {error}")
+
+
+def _read_v1(runner: Any, _: Any, scheduler_output: Any, num_scheduled: Any) -> Pass:
+    batch, requests = runner.input_batch, len(num_scheduled)
+    total = int(scheduler_output.total_num_scheduled_tokens)
+    return Pass(
+        request_ids=tuple(batch.req_ids[:requests]),
+        query_start_loc=_ints(runner.query_start_loc.np[: requests + 1]),
+        num_computed=_ints(batch.num_computed_tokens_cpu[:requests]),
+        num_scheduled=_ints(num_scheduled),
+        token_ids=_ints(runner.input_ids.cpu[:total].numpy()),
+    )
+
+
+def _read_v2(_: Any, batch: Any, *__: Any) -> Pass:
+    requests = len(batch.req_ids)
+    return Pass(
+        request_ids=tuple(batch.req_ids),
+        query_start_loc=_ints(batch.query_start_loc_np[: requests + 1]),
+        num_computed=_ints(batch.num_computed_tokens_np[:requests]),
+        num_scheduled=_ints(batch.num_scheduled_tokens[:requests]),
+        token_ids=_ints(batch.input_ids[: batch.num_tokens].cpu().numpy()),
+    )
+
+
+def _ints(values: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """A copy: the runner reuses its arrays in the next pass."""
+    return np.array(values, dtype=np.int64)

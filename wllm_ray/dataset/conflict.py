@@ -1,0 +1,79 @@
+"""Explain how a request differs from the dataset that its id already stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from wllm_ray.dataset.layout import folder, manifest_key, receipt_key
+from wllm_ray.dataset.manifest import DatasetSpec, read_receipt
+from wllm_ray.dataset.shard import decode_rows
+from wllm_ray.dataset.store import Store
+from wllm_ray.errors import ConflictError
+from wllm_ray.records import RowRecord
+
+__all__ = ["RowsOf", "conflict"]
+
+RowsOf: TypeAlias = Callable[[int], Sequence[RowRecord]]
+_LISTED = 20
+
+
+def conflict(
+    store: Store, existing: DatasetSpec, asked: DatasetSpec, rows_of: RowsOf | None
+) -> ConflictError:
+    """The error that names every field, shard and, given ``rows_of``, staged row that differs."""
+    committed = store.size(manifest_key(asked.dataset_id)) is not None
+    stored = existing.model_dump(exclude={"shards"})
+    wanted = asked.model_dump(exclude={"shards"})
+    fields = {
+        name: {"stored": value, "asked": wanted[name]}
+        for name, value in stored.items()
+        if value != wanted[name]
+    }
+    shards = _differing_shards(existing, asked)
+    rows = _differing_rows(store, existing, shards, rows_of) if rows_of else []
+    parts = [f"field {name}" for name in fields]
+    parts += [f"shards {shards[:_LISTED]}"] if shards else []
+    parts += [f"rows {rows[:_LISTED]}"] if rows else []
+    state = "is committed and cannot change" if committed else "was begun with another request"
+    return ConflictError(
+        f"dataset {asked.dataset_id!r} {state}; what differs: {', '.join(parts)}. Use another "
+        f"dataset id, or the original input",
+        code="dataset_immutable" if committed else "dataset_conflict",
+        stage="create_spec",
+        details={"fields": fields, "shards": shards, "rows": rows},
+    )
+
+
+def _differing_shards(existing: DatasetSpec, asked: DatasetSpec) -> list[int]:
+    count = max(len(existing.shards), len(asked.shards))
+    return [n for n in range(count) if existing.shards[n : n + 1] != asked.shards[n : n + 1]]
+
+
+def _differing_rows(
+    store: Store, existing: DatasetSpec, shards: Sequence[int], rows_of: RowsOf
+) -> list[str]:
+    """Ids, stored or asked, of the rows that differ in the shards that are staged."""
+    differing: list[str] = []
+    for shard in shards:
+        key = receipt_key(existing.dataset_id, shard)
+        if shard >= len(existing.shards) or store.size(key) is None:
+            continue
+        stored = _stored_rows(store, existing, shard)
+        asked = [(row.id, row.request_digest) for row in rows_of(shard)]
+        # The same rows in another order differ by place, all others by id and digest.
+        changed = {pair[0] for pair in set(stored) ^ set(asked)}
+        if not changed:
+            changed = {
+                mine[0] for mine, theirs in zip(stored, asked, strict=True) if mine != theirs
+            }
+        differing += [row_id for row_id in dict(stored + asked) if row_id in changed]
+    return differing
+
+
+def _stored_rows(store: Store, spec: DatasetSpec, shard: int) -> list[tuple[str, str]]:
+    receipt = read_receipt(store.get(receipt_key(spec.dataset_id, shard)), spec, shard)
+    entry = receipt.file("rows")
+    table = decode_rows(store.get(f"{folder(spec.dataset_id)}/{entry.name}"), entry.name)
+    digests = (digest.hex() for digest in table.column("request_sha256").to_pylist())
+    return list(zip(table.column("id").to_pylist(), digests, strict=True))

@@ -1,0 +1,200 @@
+"""A committed dataset's files, opened as the manifest says and checked before anybody sees them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from wllm_ray.dataset.layout import DATASETS, MANIFEST_NAME, folder, manifest_key, spec_key
+from wllm_ray.dataset.manifest import FileEntry, Manifest, read_manifest
+from wllm_ray.dataset.rowtable import read_rows
+from wllm_ray.dataset.shard import npy_array, sha256_and_finite
+from wllm_ray.dataset.staged import expect_size
+from wllm_ray.dataset.store import Store
+from wllm_ray.errors import IntegrityError, NotFoundError
+
+__all__ = ["DatasetFiles", "Verify", "list_datasets", "open_manifest"]
+
+Verify: TypeAlias = Literal["lazy", "full", "off"]
+
+# Shards that are not memory-mapped live in memory: the last few, 64 MiB each by default.
+_REMOTE_SHARDS_KEPT = 4
+_LISTED = 10
+
+
+def list_datasets(store: Store) -> list[str]:
+    """Ids of the committed datasets under a root, sorted."""
+    keys = [key.split("/") for key, _ in store.list(DATASETS)]
+    return sorted(parts[1] for parts in keys if parts[2:] == [MANIFEST_NAME])
+
+
+def open_manifest(store: Store, dataset_id: str) -> Manifest:
+    """Read and check the manifest of a committed dataset.
+
+    Raises:
+        NotFoundError: It is not committed here (``dataset_not_found``); the message says what is.
+        IntegrityError: The manifest is not valid, or is another dataset's.
+    """
+    try:
+        data = store.get(manifest_key(dataset_id))
+    except NotFoundError:
+        raise _not_found(store, dataset_id) from None
+    manifest = read_manifest(data)
+    if manifest.dataset_id != dataset_id:
+        raise IntegrityError(
+            f"the folder {folder(dataset_id)} holds the manifest of dataset "
+            f"{manifest.dataset_id!r}; a dataset's folder keeps its id as its name",
+            code="rows_inconsistent",
+        )
+    return manifest
+
+
+class DatasetFiles:
+    """Shard arrays and row tables of one dataset, each checked once, at first access.
+
+    Args:
+        store: The storage root.
+        manifest: The dataset's manifest, already checked.
+        verify: ``off`` skips digests and finiteness; names, sizes and headers are always checked.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, verify: Verify) -> None:
+        self.store = store
+        self.manifest = manifest
+        self._check = verify != "off"
+        self._verified: set[str] = set()
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, NDArray[np.float32]] = OrderedDict()
+
+    def check_sizes(self) -> None:
+        """Compare every file's size with the manifest, without opening any.
+
+        Raises:
+            IntegrityError: ``file_missing``, ``size_mismatch``, or ``name_invalid`` where a link
+                leaves the root.
+        """
+        sizes = dict(self.store.list(folder(self.manifest.dataset_id)))
+        for shard in self.manifest.shards:
+            for entry in shard.files:
+                expect_size(self.manifest.dataset_id, entry, sizes.get(self._key(entry)))
+
+    def features(self, shard: int) -> NDArray[np.float32]:
+        """One shard's [feature rows, sites, hidden] float32, read-only; mapped where local.
+
+        Raises:
+            IntegrityError: ``size_mismatch``, ``array_invalid``, ``digest_mismatch``,
+                ``values_not_finite``, ``file_missing`` or ``name_invalid``.
+        """
+        with self._lock:
+            if shard not in self._kept:
+                self._kept[shard] = self._open_features(shard)
+                is_remote = self.store.local_path(folder(self.manifest.dataset_id)) is None
+                if is_remote and len(self._kept) > _REMOTE_SHARDS_KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(shard)
+            return self._kept[shard]
+
+    def features_private(self, shard: int) -> NDArray[np.float32]:
+        """As :meth:`features`, but writable: what is written stays in this process's memory."""
+        entry = self.manifest.shards[shard].file("features")
+        checked = self.features(shard)
+        path = self.store.local_path(self._key(entry))
+        if path is None or not checked.size:
+            return checked.copy()
+        raw = np.asarray(np.memmap(path, np.uint8, mode="c"))
+        return npy_array(raw, checked.shape, entry.name)
+
+    def rows(self, shard: int) -> pa.RecordBatch:
+        """One shard's rows table.
+
+        Raises:
+            IntegrityError: ``size_mismatch``, ``digest_mismatch``, ``table_invalid``,
+                ``rows_inconsistent``, ``file_missing`` or ``name_invalid``.
+        """
+        entry = self.manifest.shards[shard].file("rows")
+        data = self._bytes(entry)
+        if self._check and entry.name not in self._verified:
+            self._expect_digest(entry, hashlib.sha256(data.data).hexdigest())
+        return read_rows(data, self.manifest.shards[shard])
+
+    def _open_features(self, shard: int) -> NDArray[np.float32]:
+        entry = self.manifest.shards[shard].file("features")
+        raw = self._bytes(entry)
+        array = npy_array(raw, entry.shape or (), entry.name)
+        if self._check and entry.name not in self._verified:
+            sha256, finite = sha256_and_finite(raw)
+            self._expect_digest(entry, sha256)
+            if not finite:
+                raise IntegrityError(
+                    f"{entry.name}: the features hold NaN or infinity, which no writer of this "
+                    f"format stores; do not use this dataset",
+                    code="values_not_finite",
+                )
+        return array
+
+    def _bytes(self, entry: FileEntry) -> NDArray[np.uint8]:
+        """A whole file, [bytes] uint8, read-only: mapped where the root is local."""
+        key = self._key(entry)
+        path = self.store.local_path(key)
+        if path is None:
+            try:
+                raw = np.frombuffer(self.store.get(key), np.uint8)
+            except NotFoundError:
+                raw = None
+        else:
+            raw = _mapped(path)
+        expect_size(self.manifest.dataset_id, entry, None if raw is None else raw.size)
+        assert raw is not None  # expect_size has refused it
+        return raw
+
+    def _expect_digest(self, entry: FileEntry, found: str) -> None:
+        if found != entry.sha256:
+            raise IntegrityError(
+                f"{self._key(entry)}: expected SHA-256 {entry.sha256}, found {found}; the file "
+                f"was changed after the dataset was committed, restore it from a copy",
+                code="digest_mismatch",
+                details={"file": entry.name},
+            )
+        self._verified.add(entry.name)
+
+    def _key(self, entry: FileEntry) -> str:
+        return f"{folder(self.manifest.dataset_id)}/{entry.name}"
+
+
+def _mapped(path: os.PathLike[str]) -> NDArray[np.uint8] | None:
+    """Map a file; the path has no link left in it, and one put there meanwhile is refused."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        if not os.fstat(descriptor).st_size:
+            return np.empty(0, np.uint8)
+        mapped: Any = np.memmap(file, np.uint8, mode="r")
+    return np.asarray(mapped)
+
+
+def _not_found(store: Store, dataset_id: str) -> NotFoundError:
+    names = [key.rpartition("/")[2] for key, _ in store.list(folder(dataset_id))]
+    if spec_key(dataset_id).rpartition("/")[2] in names:
+        receipts = sum(name.endswith(".receipt.json") for name in names)
+        found = (
+            f"it was begun but not committed: {receipts} shard(s) are staged. Run the same job "
+            f"again, it resumes there and commits"
+        )
+    else:
+        ids = list_datasets(store)
+        more = f" and {len(ids) - _LISTED} more" if len(ids) > _LISTED else ""
+        found = f"committed there: {', '.join(ids[:_LISTED]) or 'none'}{more}"
+    return NotFoundError(
+        f"no committed dataset {dataset_id!r} under {store.uri}; {found}",
+        code="dataset_not_found",
+        details={"dataset_id": dataset_id},
+    )

@@ -1,0 +1,101 @@
+"""Where things lie under a storage root, and what a key may look like."""
+
+from __future__ import annotations
+
+import re
+
+from wllm_ray.errors import IntegrityError, InvalidInputError
+from wllm_ray.schema import DATASET_ID_PATTERN
+
+__all__ = [
+    "DATASETS",
+    "FEATURES_SUFFIX",
+    "MANIFEST_NAME",
+    "ROWS_SUFFIX",
+    "SPEC_NAME",
+    "TEMPORARY_PREFIX",
+    "check_dataset_id",
+    "check_key",
+    "content_prefix",
+    "file_name",
+    "folder",
+    "manifest_key",
+    "receipt_key",
+    "receipt_shard",
+    "spec_key",
+]
+
+DATASETS = "datasets"
+SPEC_NAME = "spec.json"
+MANIFEST_NAME = "manifest.json"
+FEATURES_SUFFIX = ".npy"
+ROWS_SUFFIX = ".rows.arrow"
+TEMPORARY_PREFIX = ".tmp-"
+
+_DATASET_ID = re.compile(DATASET_ID_PATTERN.rstrip("$"))
+_RECEIPT = re.compile(r"shard-([0-9]{5,9})\.receipt\.json")
+
+
+def check_dataset_id(dataset_id: str) -> None:
+    """Refuse an id that is not one plain path component.
+
+    Raises:
+        InvalidInputError: Code ``invalid_argument``.
+    """
+    if not _DATASET_ID.fullmatch(dataset_id):
+        raise InvalidInputError(
+            f"a dataset id starts with a letter or digit and holds at most 128 letters, digits, "
+            f"dots, dashes and underscores; found {dataset_id!a}",
+            code="invalid_argument",
+        )
+
+
+def check_key(key: str) -> None:
+    """Refuse a key that is not a plain relative path below the root.
+
+    Raises:
+        IntegrityError: Code ``name_invalid``.
+    """
+    parts = key.split("/")
+    if any(part in ("", ".", "..") for part in parts) or "\\" in key or "\0" in key:
+        raise IntegrityError(
+            f"expected a relative name without empty parts, '..' or backslashes, found {key!a}",
+            code="name_invalid",
+        )
+
+
+def folder(dataset_id: str) -> str:
+    """Key of the dataset's own folder, without a slash at the end."""
+    check_dataset_id(dataset_id)
+    return f"{DATASETS}/{dataset_id}"
+
+
+def spec_key(dataset_id: str) -> str:
+    """Key of the document that says what was asked."""
+    return f"{folder(dataset_id)}/{SPEC_NAME}"
+
+
+def manifest_key(dataset_id: str) -> str:
+    """Key of the document whose presence makes the dataset exist."""
+    return f"{folder(dataset_id)}/{MANIFEST_NAME}"
+
+
+def receipt_key(dataset_id: str, shard: int) -> str:
+    """Key of the document whose presence makes the shard whole."""
+    return f"{folder(dataset_id)}/shard-{shard:05d}.receipt.json"
+
+
+def receipt_shard(name: str) -> int | None:
+    """The shard number of a receipt's file name, or None where the name is not a receipt's."""
+    match = _RECEIPT.fullmatch(name)
+    return int(match[1]) if match and name == f"shard-{int(match[1]):05d}.receipt.json" else None
+
+
+def content_prefix(dataset_id: str, shard: int) -> str:
+    """What a shard file's key begins with; the digest and a suffix follow."""
+    return f"{folder(dataset_id)}/shard-{shard:05d}-"
+
+
+def file_name(shard: int, sha256: str, suffix: str) -> str:
+    """The only name that a shard file with this digest may have."""
+    return f"shard-{shard:05d}-{sha256[:16]}{suffix}"

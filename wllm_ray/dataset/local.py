@@ -1,0 +1,232 @@
+"""A storage root in a local folder, durable on return.
+
+Written as: temporary sibling → write → fsync → link (create) or rename (overwrite) → fsync of the
+folder. ``link`` fails where the name exists, also on NFS, which makes create-only without locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import itertools
+import os
+import re
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from wllm_ray.dataset.layout import TEMPORARY_PREFIX, check_key
+from wllm_ray.dataset.store import Buffers, Probe, PutMode, Stored, probe_store
+from wllm_ray.errors import AlreadyExistsError, IntegrityError, NotFoundError, StorageError
+
+__all__ = ["LocalStore"]
+
+_PRIVATE_FOLDER = 0o700
+_PRIVATE_FILE = 0o600
+_attempts = itertools.count()
+
+
+class LocalStore:
+    """The store contract over one folder. Symbolic links that leave the root are refused."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+
+    @property
+    def uri(self) -> str:
+        """The folder's absolute path."""
+        return str(self._root)
+
+    def put(self, key: str, data: Buffers, *, mode: PutMode = "create") -> bool:
+        """Write one object; see :meth:`.store.Store.put`."""
+        path = self._writable_path(key)
+        buffers = _buffers(data)
+        with _storage_errors("write", key), _temporary(path.parent) as temporary:
+            _write(temporary, buffers)
+            if mode == "overwrite":
+                temporary.replace(path)
+                created = True
+            else:
+                created = _link(temporary, path)
+            _sync_folder(path.parent)
+        if not created and path.read_bytes() != b"".join(buffers):
+            raise AlreadyExistsError(
+                f"{key} exists already under {self.uri} with other bytes; it was left as it is"
+            )
+        return created
+
+    def put_content(self, prefix: str, suffix: str, data: Buffers) -> Stored:
+        """Write one object under its content name; see :meth:`.store.Store.put_content`."""
+        parent = self._writable_path(prefix + suffix).parent
+        buffers = _buffers(data)
+        with _storage_errors("write", prefix), _temporary(parent) as temporary:
+            # Both release the interpreter lock, so together they take as long as the slower one.
+            with ThreadPoolExecutor(1) as pool:
+                hashing = pool.submit(_sha256, buffers)
+                size = _write(temporary, buffers)
+                sha256 = hashing.result()
+            key = f"{prefix}{sha256[:16]}{suffix}"
+            # A file of this name may be damaged; these bytes are known to be right.
+            temporary.replace(self._writable_path(key))
+            _sync_folder(parent)
+        return Stored(key, size, sha256)
+
+    def get(self, key: str) -> bytes:
+        """Read one object; see :meth:`.store.Store.get`."""
+        path = self._path(key)
+        with _storage_errors("read", key):
+            try:
+                return path.read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+        raise NotFoundError(f"no {key} under {self.uri}", code="object_not_found")
+
+    def size(self, key: str) -> int | None:
+        """Bytes of one object, or None; see :meth:`.store.Store.size`."""
+        path = self._path(key)
+        with _storage_errors("read", key):
+            try:
+                return path.stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def list(self, prefix: str) -> list[tuple[str, int]]:
+        """(key, bytes) of every file below a folder; see :meth:`.store.Store.list`."""
+        with _storage_errors("list", prefix):
+            return sorted(self._walk(prefix))
+
+    def delete(self, key: str) -> None:
+        """Remove one object; see :meth:`.store.Store.delete`."""
+        path = self._path(key)
+        with _storage_errors("delete", key):
+            path.unlink(missing_ok=True)
+
+    def local_path(self, key: str) -> Path | None:
+        """The object's file, all links resolved."""
+        return self._path(key)
+
+    def probe(self) -> Probe:
+        """Find out by trying; see :meth:`.store.Store.probe`."""
+        return probe_store(self)
+
+    def _path(self, key: str) -> Path:
+        check_key(key)
+        root = os.path.realpath(self._root)
+        path = os.path.realpath(os.path.join(root, key))  # noqa: PTH118 (realpath twice as fast)
+        if not path.startswith(root.rstrip("/") + "/"):
+            raise IntegrityError(
+                f"{key} is a symbolic link that leaves the storage root {self.uri}; "
+                f"copy what it points to into the root",
+                code="name_invalid",
+            )
+        return Path(path)
+
+    def _writable_path(self, key: str) -> Path:
+        path = self._path(key)
+        with _storage_errors("create the folder of", key):
+            _make_folders(path.parent)
+        return path
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, int]]:
+        try:
+            entries = sorted(os.scandir(self._path(prefix)), key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            key = f"{prefix}/{entry.name}"
+            if entry.is_symlink():
+                self._path(key)
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._walk(key)
+            elif entry.is_file():
+                with contextlib.suppress(FileNotFoundError):  # a temporary that has just gone
+                    yield key, entry.stat().st_size
+
+
+@contextlib.contextmanager
+def _storage_errors(verb: str, key: str) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else type(error).__name__
+        raise StorageError(
+            f"could not {verb} {key}: {reason}; nothing half-written was left. "
+            f"Check space and permissions of the storage root and run again"
+        ) from error
+
+
+@contextlib.contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """A name in the same folder that no other writer has, removed whatever happens."""
+    host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
+    path = folder / f"{TEMPORARY_PREFIX}{host}-{os.getpid()}-{next(_attempts)}"
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _buffers(data: Buffers) -> list[memoryview]:
+    parts = [data] if isinstance(data, (bytes, memoryview)) else data
+    # A view with a zero in its shape cannot be cast, and has nothing to write.
+    return [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+
+
+def _sha256(buffers: list[memoryview]) -> str:
+    total = hashlib.sha256()
+    for buffer in buffers:
+        total.update(buffer)
+    return total.hexdigest()
+
+
+def _write(path: Path, buffers: list[memoryview]) -> int:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE)
+    try:
+        for buffer in buffers:
+            done = 0
+            while done < len(buffer):
+                done += os.write(descriptor, buffer[done:])
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return sum(map(len, buffers))
+
+
+def _link(temporary: Path, path: Path) -> bool:
+    """Give the file its final name; False if the name was taken.
+
+    A network file system may lose the answer to a link that worked: the link count tells.
+    """
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return temporary.stat().st_nlink > 1
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+            raise StorageError(
+                f"the file system of {path.parent} has no hard links, so create-only writes are "
+                f"not possible there; choose another storage root"
+            ) from error
+        raise
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_folders(folder: Path) -> None:
+    if folder.is_dir():
+        return
+    _make_folders(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=_PRIVATE_FOLDER)
+    _sync_folder(folder.parent)

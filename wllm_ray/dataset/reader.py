@@ -1,0 +1,296 @@
+"""Load a committed dataset: NumPy and Arrow on a CPU, no model, no GPU, no Ray.
+
+::
+
+    dataset = load_dataset("root", "my-dataset")
+    dataset.features      # [N, D] float32, memory-mapped
+    dataset.row_ids[0], dataset.metadata[0], dataset.token_ids[0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from wllm_ray.dataset import verify as verification
+from wllm_ray.dataset.batches import Batch, iter_batches
+from wllm_ray.dataset.files import DatasetFiles, Verify, open_manifest
+from wllm_ray.dataset.manifest import Manifest
+from wllm_ray.dataset.rowtable import good_rows, token_arrays
+from wllm_ray.dataset.shard import read_failure
+from wllm_ray.dataset.store import Root, open_store
+from wllm_ray.dataset.table import features_table
+from wllm_ray.digest import parse_json
+from wllm_ray.errors import IntegrityError, InvalidInputError
+from wllm_ray.records import RowFailure
+from wllm_ray.sites import parse_site
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ActivationDataset", "FailedRow", "load_dataset"]
+
+_LISTED = 5
+
+
+class FailedRow(RowFailure):
+    """Why a row has no activation, and its index among all input rows."""
+
+    index: int
+
+
+class _GoodRow(NamedTuple):
+    position: int
+    start: int
+    stop: int
+
+
+def load_dataset(
+    root_or_uri: Root, dataset_id: str, *, verify: Verify = "lazy"
+) -> ActivationDataset:
+    """Open a committed dataset; touches no feature byte unless ``verify="full"``.
+
+    Args:
+        root_or_uri: The storage root: a local path, ``s3://…``, ``gs://…``, ``az://…``,
+            ``memory://…``, or an open store.
+        dataset_id: The dataset's id.
+        verify: ``lazy`` checks manifest, names and sizes now, and a shard's digest and finiteness
+            once, at first access; ``full`` checks everything now; ``off`` skips digests and
+            finiteness.
+
+    Raises:
+        NotFoundError: It is not committed here (``dataset_not_found``).
+        IntegrityError: Something is not what its record says; the code says what.
+        InvalidInputError: An id, a root or a ``verify`` that cannot be (``invalid_argument``).
+    """
+    if verify not in ("lazy", "full", "off"):
+        raise InvalidInputError(
+            f"verify is 'lazy', 'full' or 'off', found {verify!r}", code="invalid_argument"
+        )
+    store = open_store(root_or_uri)
+    files = DatasetFiles(store, open_manifest(store, dataset_id), verify)
+    files.check_sizes()
+    if verify == "full":
+        verification.verify_files(files).raise_first()
+    return ActivationDataset(files)
+
+
+class ActivationDataset:
+    """A committed dataset. Good rows only, in request order; ``failures`` holds the rest.
+
+    ``row_ids``, ``metadata``, ``token_ids`` and ``offsets`` are aligned by index. With one feature
+    row per row, which ``last_prompt`` gives, they are aligned with ``features`` too; otherwise row
+    *i* is ``features[offsets[i]:offsets[i + 1]]``. Arrays are read-only.
+    """
+
+    def __init__(self, files: DatasetFiles) -> None:
+        self._files = files
+
+    def __len__(self) -> int:
+        return self.manifest.rows_ok
+
+    def __repr__(self) -> str:
+        m = self.manifest
+        return (
+            f"ActivationDataset({m.dataset_id!r}: {m.rows_ok} rows, {m.rows_failed} failed, "
+            f"{m.shape[0]} × {', '.join(m.sites)} × {m.hidden_size}, {m.model.name})"
+        )
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the dataset is: checked, frozen."""
+        return self._files.manifest
+
+    @property
+    def features(self) -> NDArray[np.float32]:
+        """[N, D] for one site, else [N, L, D], float32; N counts feature rows.
+
+        Not copied when one shard holds it.
+
+        Raises:
+            IntegrityError: A shard is damaged.
+        """
+        stacked = self.features_3d
+        return stacked[:, 0] if len(self.manifest.sites) == 1 else stacked
+
+    @cached_property
+    def features_3d(self) -> NDArray[np.float32]:
+        """[N, L, D] float32 whatever the number of sites; see :attr:`features`."""
+        if len(self.manifest.shards) == 1:
+            return self._files.features(0)
+        return _read_only(self._gather(slice(None)))
+
+    def site(self, name: str) -> NDArray[np.float32]:
+        """One site's [N, D] float32, by any accepted spelling of its name.
+
+        Raises:
+            InvalidInputError: The dataset does not have this site (``invalid_site``).
+            IntegrityError: A shard is damaged.
+        """
+        wanted = str(parse_site(name))
+        if wanted not in self.manifest.sites:
+            raise InvalidInputError(
+                f"dataset {self.manifest.dataset_id!r} does not have site {wanted}; it has "
+                f"{', '.join(self.manifest.sites)}",
+                code="invalid_site",
+            )
+        number = self.manifest.sites.index(wanted)
+        if len(self.manifest.shards) == 1 or "features_3d" in self.__dict__:
+            return self.features_3d[:, number]
+        return _read_only(self._gather(slice(number, number + 1))[:, 0])
+
+    @cached_property
+    def row_ids(self) -> list[str]:
+        """Ids of the good rows."""
+        ids: list[str] = self._column("id")
+        return ids
+
+    @cached_property
+    def metadata(self) -> list[dict[str, Any]]:
+        """Metadata of the good rows, as they were given."""
+        return [parse_json(text) for text in self._column("metadata")]
+
+    @cached_property
+    def token_ids(self) -> list[NDArray[np.int32]]:
+        """Token ids of the good rows, each [T] int32."""
+        ids = (one for batch in self._good for one in token_arrays(batch))
+        return [one for one in ids if one is not None]
+
+    @cached_property
+    def request_digests(self) -> list[str]:
+        """Request digests of the good rows, as hex."""
+        return [digest.hex() for digest in self._column("request_sha256")]
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """[rows + 1] int64: good row *i* is feature rows ``offsets[i]`` to ``offsets[i + 1]``."""
+        lengths = [batch.column("length").to_numpy() for batch in self._good]
+        return _read_only(np.concatenate([[0], *lengths]).astype(np.int64).cumsum())
+
+    @cached_property
+    def failures(self) -> dict[str, FailedRow]:
+        """Row id → why the row has no activation and where it stood in the input."""
+        failed: dict[str, FailedRow] = {}
+        for batch in self._tables:
+            columns = (batch.column(name).to_pylist() for name in ("id", "row", "failure"))
+            for row_id, index, text in zip(*columns, strict=True):
+                if text is not None:
+                    failed[row_id] = FailedRow(index=index, **read_failure(text).model_dump())
+        return failed
+
+    def iter_batches(self, size: int, *, shuffle: bool = False, seed: int = 0) -> Iterator[Batch]:
+        """Feature rows in batches, with memory bounded by one batch.
+
+        Args:
+            size: Feature rows per batch; the last batch may be shorter.
+            shuffle: Over the whole dataset, by ``numpy.random.default_rng(seed).permutation``.
+            seed: For ``shuffle``.
+
+        Yields:
+            ``(row_ids, features)``: [size, D] or [size, L, D] float32, and the id of the row that
+            each belongs to.
+
+        Raises:
+            InvalidInputError: ``size`` is not positive (``invalid_argument``).
+            IntegrityError: A shard is damaged.
+        """
+        return iter_batches(
+            self._files, self.row_ids, self.offsets, size, seed if shuffle else None
+        )
+
+    def select(self, row_ids: Sequence[str]) -> Batch:
+        """The feature rows of these rows, in this order, with the id that each belongs to.
+
+        Raises:
+            InvalidInputError: An id that is not a good row's (``invalid_argument``).
+            IntegrityError: A shard is damaged.
+        """
+        rows = [self._position(row_id) for row_id in row_ids]
+        spans = [(int(self.offsets[row]), int(self.offsets[row + 1])) for row in rows]
+        picked = [np.arange(start, stop) for start, stop in spans]
+        features = self.features[np.concatenate([np.empty(0, np.int64), *picked])]
+        ids = [
+            row_id
+            for row_id, (start, stop) in zip(row_ids, spans, strict=True)
+            for _ in range(start, stop)
+        ]
+        return Batch(ids, features)
+
+    def to_arrow(self) -> pa.Table:
+        """A table of the good rows: id, metadata, token_ids and one column per site.
+
+        A site's column is ``fixed_size_list<float32>[D]``, or a list of those where the position
+        gives several feature rows per row. One site is not copied.
+
+        Raises:
+            IntegrityError: A shard is damaged.
+        """
+        return features_table(self._files, self._good)
+
+    def to_torch(self) -> torch.Tensor:
+        """``features`` as a tensor on the CPU.
+
+        Nothing is copied when one local shard holds it: the file is mapped copy-on-write, so the
+        tensor may be changed without touching the file.
+
+        Raises:
+            IntegrityError: A shard is damaged.
+        """
+        import torch
+
+        one_shard = len(self.manifest.shards) == 1
+        stacked = self._files.features_private(0) if one_shard else self._gather(slice(None))
+        return torch.from_numpy(stacked[:, 0] if len(self.manifest.sites) == 1 else stacked)
+
+    def verify(self) -> verification.VerifyReport:
+        """Check everything and report all faults; see :func:`.verify.verify_dataset`."""
+        return verification.verify_dataset(self._files.store, self.manifest.dataset_id)
+
+    @cached_property
+    def _tables(self) -> list[pa.RecordBatch]:
+        return [self._files.rows(shard.shard) for shard in self.manifest.shards]
+
+    @cached_property
+    def _good(self) -> list[pa.RecordBatch]:
+        return [good_rows(batch) for batch in self._tables]
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        index = {row_id: position for position, row_id in enumerate(self.row_ids)}
+        if len(index) != len(self.row_ids):
+            raise IntegrityError("a row id occurs twice in the dataset", code="rows_inconsistent")
+        return index
+
+    def _column(self, name: str) -> list[Any]:
+        return [value for batch in self._good for value in batch.column(name).to_pylist()]
+
+    def _position(self, row_id: str) -> int:
+        if row_id in self._index:
+            return self._index[row_id]
+        failure = self.failures.get(row_id)
+        why = f"it failed with {failure.code}" if failure else "there is no such row"
+        raise InvalidInputError(
+            f"row {row_id!a} has no activation in dataset {self.manifest.dataset_id!r}: {why}",
+            code="invalid_argument",
+        )
+
+    def _gather(self, sites: slice) -> NDArray[np.float32]:
+        """A new array of the chosen sites from all shards."""
+        rows, count, hidden = self.manifest.shape
+        result = np.empty((rows, len(range(*sites.indices(count))), hidden), np.float32)
+        start = 0
+        for shard in self.manifest.shards:
+            stop = start + shard.feature_rows
+            result[start:stop] = self._files.features(shard.shard)[:, sites]
+            start = stop
+        return result
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    array.flags.writeable = False
+    return array

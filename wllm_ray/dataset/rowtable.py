@@ -1,0 +1,115 @@
+"""What a rows table must say for its shard to be believed, and how rows are read from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from wllm_ray.dataset.assemble import feature_rows_of
+from wllm_ray.dataset.manifest import Manifest, ShardEntry
+from wllm_ray.dataset.shard import OK, decode_rows, read_failure
+from wllm_ray.digest import rows_digest, shard_rows_digest, token_digest
+from wllm_ray.errors import IntegrityError
+
+__all__ = ["check_rows", "good_rows", "read_rows", "token_arrays"]
+
+
+def read_rows(data: Any, shard: ShardEntry) -> pa.RecordBatch:
+    """Decode a shard's rows table and check ranges, order and counts against the manifest.
+
+    Raises:
+        IntegrityError: ``table_invalid`` or ``rows_inconsistent``.
+    """
+    name = shard.file("rows").name
+    batch = decode_rows(data, name)
+    lengths = batch.column("length").to_numpy()
+    good = pc.equal(batch.column("status"), OK).to_numpy(zero_copy_only=False)
+    offsets = np.where(good, np.cumsum(lengths) - lengths, -1)
+    found = pc.fill_null(batch.column("offset"), -1).to_numpy(zero_copy_only=False)
+    numbers = np.arange(shard.first_row, shard.first_row + batch.num_rows)
+    facts = {
+        "the number of rows": batch.num_rows == shard.rows,
+        "the row numbers": np.array_equal(batch.column("row").to_numpy(), numbers),
+        "the number of failures": int((~good).sum()) == shard.rows_failed,
+        "the lengths": bool(((lengths > 0) == good).all() and (lengths >= 0).all()),
+        "the offsets": np.array_equal(found, offsets),
+        "the number of feature rows": int(lengths.sum()) == shard.feature_rows,
+        "the failures": np.array_equal(_valid(batch, "failure"), ~good),
+        "the token ids of good rows": bool(_valid(batch, "token_ids")[good].all()),
+        "the token digests": np.array_equal(
+            _valid(batch, "token_ids"), _valid(batch, "token_sha256")
+        ),
+    }
+    if wrong := [fact for fact, holds in facts.items() if not holds]:
+        raise IntegrityError(
+            f"{name}: {', '.join(wrong)} contradict the manifest or each other",
+            code="rows_inconsistent",
+        )
+    return batch
+
+
+def good_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows that have features, in order."""
+    return batch.filter(pc.equal(batch.column("status"), OK))
+
+
+def token_arrays(batch: pa.RecordBatch) -> list[NDArray[np.int32] | None]:
+    """Each row's token ids, [T] int32, as views of one buffer; None where a row has none."""
+    column = batch.column("token_ids")
+    values = column.values.to_numpy()
+    offsets = column.offsets.to_numpy().tolist()
+    present = column.is_valid().to_pylist()
+    return [values[offsets[i] : offsets[i + 1]] if present[i] else None for i in range(len(column))]
+
+
+def check_rows(batch: pa.RecordBatch, shard: ShardEntry, manifest: Manifest) -> None:
+    """Recompute every digest that the manifest holds over these rows.
+
+    The table's own SHA-256 implies them where the writer was right; this proves that it was.
+
+    Raises:
+        IntegrityError: ``digest_mismatch``, ``table_invalid`` or ``rows_inconsistent``.
+    """
+    name = shard.file("rows").name
+    requests = [digest.hex() for digest in batch.column("request_sha256").to_pylist()]
+    ids = token_arrays(batch)
+    tokens = [None if one is None else token_digest(one) for one in ids]
+    status = batch.column("status").to_pylist()
+    _expect(name, "token_sha256", _hex(batch.column("token_sha256").to_pylist()), tokens)
+    _expect(name, "requests_sha256", shard.requests_sha256, rows_digest(requests))
+    rows = shard_rows_digest(zip(requests, tokens, status, strict=True))
+    _expect(name, "rows_sha256", shard.rows_sha256, rows)
+    codes = [
+        OK if text is None else read_failure(text).code
+        for text in batch.column("failure").to_pylist()
+    ]
+    _expect(name, "failure codes", status, codes)
+    for length, one in zip(batch.column("length").to_pylist(), ids, strict=True):
+        wanted = None if one is None else feature_rows_of(manifest.position, len(one))
+        if length and wanted not in (None, length):
+            raise IntegrityError(
+                f"{name}: a row of {wanted} wanted positions has {length} feature rows",
+                code="rows_inconsistent",
+            )
+
+
+def _valid(batch: pa.RecordBatch, name: str) -> NDArray[np.bool_]:
+    valid: NDArray[np.bool_] = batch.column(name).is_valid().to_numpy(zero_copy_only=False)
+    return valid
+
+
+def _hex(digests: list[bytes | None]) -> list[str | None]:
+    return [None if one is None else one.hex() for one in digests]
+
+
+def _expect(name: str, what: str, recorded: Any, computed: Any) -> None:
+    if recorded != computed:
+        raise IntegrityError(
+            f"{name}: the recorded {what} and the one that its rows give differ; the dataset was "
+            f"written wrongly or edited, do not use it",
+            code="digest_mismatch",
+        )

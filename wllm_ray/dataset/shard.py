@@ -1,0 +1,236 @@
+"""The two files of a shard, as bytes: the features array and the rows table.
+
+Both encoders are deterministic. Both decoders trust nothing: an array's header must be exactly the
+one that its recorded shape gives, and a table must have exactly the schema below.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from wllm_ray.digest import canonical_json, parse_json, shard_rows_digest
+from wllm_ray.errors import IntegrityError, InvalidInputError
+from wllm_ray.records import RowFailure
+
+__all__ = [
+    "NPY_DTYPE",
+    "NPY_HEADER_BYTES",
+    "OK",
+    "ROWS_SCHEMA",
+    "RowOutcome",
+    "all_finite",
+    "decode_rows",
+    "encode_rows",
+    "npy_array",
+    "npy_bytes",
+    "npy_header",
+    "read_failure",
+    "rows_sha256",
+    "sha256_and_finite",
+]
+
+NPY_DTYPE = "<f4"
+NPY_HEADER_BYTES = 128
+OK = "ok"
+# Small enough for the second reading of a block to come from the cache.
+_BLOCK_BYTES = 1 << 18
+
+ROWS_SCHEMA = pa.schema(
+    [
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("id", pa.large_string(), nullable=False),
+        pa.field("metadata", pa.large_string(), nullable=False),
+        pa.field("request_sha256", pa.binary(32), nullable=False),
+        pa.field("token_ids", pa.large_list(pa.field("item", pa.int32(), nullable=False))),
+        pa.field("token_sha256", pa.binary(32)),
+        pa.field("status", pa.large_string(), nullable=False),
+        pa.field("failure", pa.large_string()),
+        pa.field("offset", pa.int64()),
+        pa.field("length", pa.int64(), nullable=False),
+    ],
+    metadata={"format": "wllm_ray.rows", "format_version": "1"},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutcome:
+    """What became of one row: ``length`` feature rows from ``offset`` of its shard, or a failure.
+
+    ``token_ids`` is [T] int32, or None where the row failed before it had any; ``token_sha256``
+    is their digest.
+    """
+
+    index: int
+    id: str
+    metadata_json: str
+    request_digest: str
+    token_ids: NDArray[np.int32] | None
+    token_sha256: str | None
+    failure: RowFailure | None
+    offset: int | None
+    length: int
+
+    @property
+    def status(self) -> str:
+        """``ok`` or the failure's code."""
+        return self.failure.code if self.failure else OK
+
+
+def npy_header(shape: tuple[int, ...]) -> bytes:
+    """The 128 bytes before the data of a C-ordered little-endian float32 array."""
+    text = f"{{'descr': '{NPY_DTYPE}', 'fortran_order': False, 'shape': {shape}, }}"
+    return b"\x93NUMPY\x01\x00\x76\x00" + text.ljust(NPY_HEADER_BYTES - 11).encode() + b"\n"
+
+
+def npy_bytes(shape: tuple[int, ...]) -> int:
+    """Size of the features file that holds this shape."""
+    return NPY_HEADER_BYTES + 4 * math.prod(shape)
+
+
+def npy_array(raw: NDArray[np.uint8], shape: tuple[int, ...], name: str) -> NDArray[np.float32]:
+    """View a whole features file as its array, without copying.
+
+    Args:
+        raw: The file, [bytes] uint8.
+        shape: What the manifest says.
+        name: The file, for the message.
+
+    Raises:
+        IntegrityError: ``size_mismatch``, or ``array_invalid`` where the header is not exactly
+            that of the recorded shape, which also refuses object arrays and Fortran order.
+    """
+    if raw.size != npy_bytes(shape):
+        raise IntegrityError(
+            f"{name}: expected {npy_bytes(shape)} bytes for shape {shape}, found {raw.size}; the "
+            f"file is truncated or not the one that was committed",
+            code="size_mismatch",
+        )
+    found = raw[:NPY_HEADER_BYTES].tobytes()
+    if found != npy_header(shape):
+        raise IntegrityError(
+            f"{name}: expected the .npy header {npy_header(shape)[10:].decode().rstrip()}, found "
+            f"{ascii(found[10:].rstrip())[1:]}",
+            code="array_invalid",
+        )
+    return raw[NPY_HEADER_BYTES:].view(NPY_DTYPE).reshape(shape)
+
+
+def all_finite(values: NDArray[np.float32]) -> bool:
+    """Whether a C-ordered float32 array holds neither NaN nor infinity."""
+    flat = values.reshape(-1)
+    step = _BLOCK_BYTES // 4
+    return all(bool(np.isfinite(flat[at : at + step]).all()) for at in range(0, flat.size, step))
+
+
+def sha256_and_finite(raw: NDArray[np.uint8]) -> tuple[str, bool]:
+    """SHA-256 of a features file and whether its values are finite, reading it once."""
+    total = hashlib.sha256(raw[:NPY_HEADER_BYTES].data)
+    values = raw[NPY_HEADER_BYTES:].view(NPY_DTYPE)
+    step = _BLOCK_BYTES // 4
+    finite = True
+    for at in range(0, values.size, step):
+        block = values[at : at + step]
+        total.update(block.data)
+        finite = finite and bool(np.isfinite(block).all())
+    return total.hexdigest(), finite
+
+
+def encode_rows(outcomes: Sequence[RowOutcome]) -> memoryview:
+    """The rows table of one shard as an Arrow IPC file with one record batch."""
+    batch = pa.record_batch(
+        [
+            pa.array([row.index for row in outcomes], pa.int64()),
+            pa.array([row.id for row in outcomes], pa.large_string()),
+            pa.array([row.metadata_json for row in outcomes], pa.large_string()),
+            pa.array([bytes.fromhex(row.request_digest) for row in outcomes], pa.binary(32)),
+            _token_column([row.token_ids for row in outcomes]),
+            pa.array([_raw(row.token_sha256) for row in outcomes], pa.binary(32)),
+            pa.array([row.status for row in outcomes], pa.large_string()),
+            pa.array([_failure_json(row.failure) for row in outcomes], pa.large_string()),
+            pa.array([row.offset for row in outcomes], pa.int64()),
+            pa.array([row.length for row in outcomes], pa.int64()),
+        ],
+        schema=ROWS_SCHEMA,
+    )
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, ROWS_SCHEMA) as writer:
+        writer.write_batch(batch)
+    return memoryview(sink.getvalue())
+
+
+def rows_sha256(outcomes: Sequence[RowOutcome]) -> str:
+    """The shard rows digest of FORMAT.md."""
+    return shard_rows_digest((row.request_digest, row.token_sha256, row.status) for row in outcomes)
+
+
+def decode_rows(data: Any, name: str) -> pa.RecordBatch:
+    """Read a rows table.
+
+    Args:
+        data: The file: bytes or a memory map.
+        name: The file, for the message.
+
+    Raises:
+        IntegrityError: Not an Arrow file with one batch of exactly this schema
+            (``table_invalid``).
+    """
+    try:
+        reader = pa.ipc.open_file(pa.py_buffer(data))
+        same_schema = reader.schema.equals(ROWS_SCHEMA, check_metadata=True)
+        if not same_schema or reader.num_record_batches != 1:
+            raise IntegrityError(
+                f"{name}: expected one record batch with the columns {ROWS_SCHEMA.names} of "
+                f"wllm_ray.rows version 1, found {reader.num_record_batches} with "
+                f"{reader.schema.names}",
+                code="table_invalid",
+            )
+        batch = reader.get_batch(0)
+        batch.validate(full=True)
+    except (pa.ArrowException, OSError) as error:
+        raise IntegrityError(
+            f"{name}: expected an Arrow IPC file, found {type(error).__name__}",
+            code="table_invalid",
+        ) from error
+    return batch
+
+
+def read_failure(text: str) -> RowFailure:
+    """Read the ``failure`` column's canonical JSON.
+
+    Raises:
+        IntegrityError: It is not a row failure (``table_invalid``).
+    """
+    try:
+        return RowFailure.model_validate(parse_json(text))
+    except (InvalidInputError, ValueError) as error:
+        raise IntegrityError(
+            f"a row failure cannot be read: {type(error).__name__}", code="table_invalid"
+        ) from error
+
+
+def _raw(digest: str | None) -> bytes | None:
+    return None if digest is None else bytes.fromhex(digest)
+
+
+def _failure_json(failure: RowFailure | None) -> str | None:
+    return None if failure is None else canonical_json(failure.model_dump()).decode()
+
+
+def _token_column(rows: Sequence[NDArray[np.int32] | None]) -> pa.Array:
+    lengths = [0 if ids is None else len(ids) for ids in rows]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    present = [np.asarray(ids, dtype=np.int32) for ids in rows if ids is not None]
+    values = np.concatenate(present) if present else np.empty(0, np.int32)
+    column = ROWS_SCHEMA.field("token_ids").type
+    missing = pa.array([ids is None for ids in rows], pa.bool_())
+    return pa.LargeListArray.from_arrays(
+        pa.array(offsets), pa.array(values, pa.int32()), type=column, mask=missing
+    )

@@ -1,0 +1,285 @@
+"""Write a dataset: spec first, then shards with their receipts, then the manifest. Each once.
+
+Nothing here locks. Every record that decides something is written create-only, so the first
+writer wins, a retry is settled by reading back, and whatever dies in between leaves either a whole
+dataset or none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from wllm_ray.dataset.assemble import AssembledShard, assemble_shard
+from wllm_ray.dataset.conflict import RowsOf, conflict
+from wllm_ray.dataset.layout import (
+    FEATURES_SUFFIX,
+    ROWS_SUFFIX,
+    content_prefix,
+    folder,
+    manifest_key,
+    receipt_key,
+    spec_key,
+)
+from wllm_ray.dataset.manifest import (
+    DatasetSpec,
+    FileEntry,
+    Manifest,
+    Receipt,
+    build_manifest,
+    document_bytes,
+    read_manifest,
+    read_receipt,
+    spec_digest,
+)
+from wllm_ray.dataset.shard import (
+    NPY_DTYPE,
+    encode_rows,
+    npy_header,
+    rows_sha256,
+)
+from wllm_ray.dataset.staged import (
+    check_file,
+    expect_size,
+    load_spec,
+    orphans,
+    read_receipts,
+    staged_shards,
+)
+from wllm_ray.dataset.store import Store
+from wllm_ray.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    RowsFailedError,
+)
+from wllm_ray.records import CapturedChunk, Fingerprint, RowFailure, RowRecord
+
+__all__ = [
+    "StageResult",
+    "commit_manifest",
+    "create_spec",
+    "load_spec",
+    "orphans",
+    "stage_shard",
+    "staged_shards",
+]
+
+_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """What came of staging one shard.
+
+    Attributes:
+        receipt: The receipt that stands, or None where transient failures are left.
+        transient: Row index → why; nothing was written if there is any.
+        created: This call wrote the receipt.
+        superseded: Another attempt's receipt with other bytes stands; this one's work is void.
+    """
+
+    receipt: Receipt | None
+    transient: dict[int, RowFailure] = field(default_factory=dict)
+    created: bool = False
+    superseded: bool = False
+
+
+def create_spec(store: Store, spec: DatasetSpec, *, rows_of: RowsOf | None = None) -> bool:
+    """Write down what is asked, once, before anything is captured.
+
+    Args:
+        store: The storage root.
+        spec: What is asked.
+        rows_of: Shard number → the rows of that shard in this request. With it, a conflict names
+            the ids of the rows that differ, where the shard in question is staged.
+
+    Returns:
+        True if this call created it; False if the same spec was there, as on a resume.
+
+    Raises:
+        ConflictError: The id stands for something else (``dataset_conflict``, or
+            ``dataset_immutable`` where it is committed). Details name every field, shard and row
+            that differs.
+        StorageError: The root refused the write.
+    """
+    try:
+        return store.put(spec_key(spec.dataset_id), document_bytes(spec))
+    except AlreadyExistsError:
+        existing = load_spec(store, spec.dataset_id)
+        raise conflict(store, existing, spec, rows_of) from None
+
+
+def stage_shard(
+    store: Store,
+    spec: DatasetSpec,
+    shard: int,
+    rows: Sequence[RowRecord],
+    chunks: Sequence[CapturedChunk],
+) -> StageResult:
+    """Write one shard's files and, last, its receipt.
+
+    Idempotent: the first receipt stands, and one that measured the same is a success.
+
+    Args:
+        store: The storage root.
+        spec: What was asked, as created.
+        shard: Which shard.
+        rows: All rows of the shard, in order.
+        chunks: What engines returned for them, in any order; a later attempt on some rows is one
+            more chunk.
+
+    Returns:
+        The receipt, or the transient failures that are left; then nothing was written.
+
+    Raises:
+        IntegrityError: Rows and chunks do not make up the shard (``rows_inconsistent``,
+            ``array_invalid``).
+        ConflictError: The chunks come from different engines (``mixed_fingerprints``).
+        StorageError: The root refused a write.
+    """
+    began = time.perf_counter()
+    assembled = assemble_shard(spec, shard, rows, chunks)
+    if assembled.transient:
+        return StageResult(receipt=None, transient=assembled.transient)
+    digest = rows_sha256(assembled.outcomes)
+    files = _write_files(store, spec, shard, assembled)
+    receipt = Receipt(
+        spec_sha256=spec_digest(spec),
+        shard=shard,
+        first_row=spec.shards[shard].first_row,
+        rows=len(rows),
+        rows_failed=assembled.rows_failed,
+        feature_rows=assembled.feature_rows,
+        files=files,
+        rows_sha256=digest,
+        recaptured=sum(chunk.recaptured for chunk in chunks),
+        fingerprint=chunks[0].description.fingerprint if chunks else None,
+        versions=dict(chunks[0].description.versions) if chunks else {},
+        selftest=chunks[0].description.selftest if chunks else None,
+        timings=_timings(chunks, time.perf_counter() - began),
+    )
+    return _put_receipt(store, spec, receipt)
+
+
+def commit_manifest(store: Store, dataset_id: str) -> Manifest:
+    """Create the manifest, and with it the dataset.
+
+    Idempotent: a second committer finds the same bytes and returns the same manifest.
+
+    Raises:
+        RowsFailedError: A shard has no receipt yet (``rows_failed``); details list them.
+        ConflictError: Shards come from different engines (``mixed_fingerprints``), or another
+            manifest stands (``dataset_immutable``).
+        NotFoundError: No dataset with this id was begun (``dataset_not_found``).
+        IntegrityError: A receipt or a file is damaged.
+    """
+    spec = load_spec(store, dataset_id)
+    sizes = dict(store.list(folder(dataset_id)))
+    receipts = read_receipts(store, spec, sizes)
+    _expect_all(spec, receipts)
+    _expect_one_fingerprint(receipts)
+    for receipt in receipts.values():
+        for entry in receipt.files:
+            expect_size(dataset_id, entry, sizes.get(f"{folder(dataset_id)}/{entry.name}"))
+    manifest = build_manifest(spec, receipts)
+    try:
+        store.put(manifest_key(dataset_id), document_bytes(manifest))
+    except AlreadyExistsError:
+        return _standing_manifest(store, manifest)
+    return manifest
+
+
+def _write_files(
+    store: Store, spec: DatasetSpec, shard: int, assembled: AssembledShard
+) -> tuple[FileEntry, FileEntry]:
+    prefix = content_prefix(spec.dataset_id, shard)
+    shape = (assembled.feature_rows, len(spec.sites), spec.hidden_size)
+    data: list[bytes | memoryview] = [npy_header(shape)]
+    data += [memoryview(block.data) for block in assembled.features]
+    features = store.put_content(prefix, FEATURES_SUFFIX, data)
+    rows = store.put_content(prefix, ROWS_SUFFIX, encode_rows(assembled.outcomes))
+    return (
+        FileEntry(
+            name=features.key.rpartition("/")[2],
+            role="features",
+            bytes=features.bytes,
+            sha256=features.sha256,
+            shape=shape,
+            dtype=NPY_DTYPE,
+        ),
+        FileEntry(
+            name=rows.key.rpartition("/")[2],
+            role="rows",
+            bytes=rows.bytes,
+            sha256=rows.sha256,
+            shape=None,
+            dtype=None,
+        ),
+    )
+
+
+def _put_receipt(store: Store, spec: DatasetSpec, receipt: Receipt) -> StageResult:
+    key = receipt_key(spec.dataset_id, receipt.shard)
+    try:
+        return StageResult(receipt, created=store.put(key, document_bytes(receipt)))
+    except AlreadyExistsError:
+        standing = read_receipt(store.get(key), spec, receipt.shard)
+    for entry in standing.files:
+        check_file(store, spec.dataset_id, entry)
+    return StageResult(standing, superseded=_measured(standing) != _measured(receipt))
+
+
+def _measured(receipt: Receipt) -> tuple[Any, ...]:
+    """What enters the content digest; timings and the table's own bytes do not."""
+    return receipt.rows_sha256, receipt.file("features").sha256, receipt.fingerprint
+
+
+def _timings(chunks: Sequence[CapturedChunk], stage_seconds: float) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for chunk in chunks:
+        total.update(chunk.timings)
+    return {name: float(seconds) for name, seconds in total.items()} | {"stage": stage_seconds}
+
+
+def _expect_all(spec: DatasetSpec, receipts: dict[int, Receipt]) -> None:
+    missing = [number for number in range(len(spec.shards)) if number not in receipts]
+    if missing:
+        listed = ", ".join(map(str, missing[:_LISTED]))
+        raise RowsFailedError(
+            f"{len(missing)} of {len(spec.shards)} shards have no receipt yet ({listed}), so "
+            f"nothing was committed; run the same job again, it resumes",
+            details={"missing_shards": missing},
+        )
+
+
+def _expect_one_fingerprint(receipts: dict[int, Receipt]) -> None:
+    first: Fingerprint | None = None
+    for number, receipt in receipts.items():
+        found = receipt.fingerprint
+        first = first or found
+        if found is None or first is None or found == first:
+            continue
+        fields = [n for n in Fingerprint.model_fields if getattr(found, n) != getattr(first, n)]
+        raise ConflictError(
+            f"shard {number} comes from an engine that may differ numerically from that of the "
+            f"shards before it ({', '.join(fields)}), so nothing was committed; use another "
+            f"dataset id, or remove the receipts of one kind and run again",
+            code="mixed_fingerprints",
+            stage="commit_manifest",
+            details={"shard": number, "fields": fields},
+        )
+
+
+def _standing_manifest(store: Store, ours: Manifest) -> Manifest:
+    standing = read_manifest(store.get(manifest_key(ours.dataset_id)))
+    if standing.content_sha256 != ours.content_sha256:
+        raise ConflictError(
+            f"dataset {ours.dataset_id!r} is committed with content {standing.content_sha256}, "
+            f"but its receipts give {ours.content_sha256}; use another dataset id",
+            code="dataset_immutable",
+            stage="commit_manifest",
+        )
+    return standing

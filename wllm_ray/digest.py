@@ -1,0 +1,201 @@
+"""Canonical JSON and the digests that are made over it.
+
+FORMAT.md (beside the dataset code) defines each of these with golden values; this module is where
+they are computed, once, for the server, the client and the reader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wllm_ray.errors import InvalidInputError
+
+__all__ = [
+    "canonical_json",
+    "parse_json",
+    "request_digest",
+    "rows_digest",
+    "sha256_hex",
+    "shard_rows_digest",
+    "token_digest",
+]
+
+# Python refuses to convert longer decimal texts with int() and str(); Decimal does not.
+_PLAIN_INT_DIGITS = 4000
+_ESCAPES = {
+    '"': '\\"',
+    "\\": "\\\\",
+    "\b": "\\b",
+    "\f": "\\f",
+    "\n": "\\n",
+    "\r": "\\r",
+    "\t": "\\t",
+}
+# Control characters have no raw form in JSON, and a lone surrogate has none in UTF-8.
+_ESCAPED = re.compile(r'["\\\x00-\x1f\ud800-\udfff]')
+
+
+def _escape(match: re.Match[str]) -> str:
+    character = match[0]
+    return _ESCAPES.get(character) or f"\\u{ord(character):04x}"
+
+
+def _text(value: str) -> str:
+    return f'"{_ESCAPED.sub(_escape, value)}"'
+
+
+def _integer_text(value: int) -> str:
+    if value.bit_length() < 3 * _PLAIN_INT_DIGITS:
+        return str(value)
+    return format(Decimal(value), "f")
+
+
+def _integer(text: str) -> int:
+    return int(text) if len(text) < _PLAIN_INT_DIGITS else int(Decimal(text))
+
+
+def _encode(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, int):
+        return _integer_text(value)
+    if isinstance(value, float):
+        if value != value or value in (float("inf"), float("-inf")):  # noqa: PLR0124 (NaN)
+            raise InvalidInputError(
+                "NaN and Infinity have no JSON form; use null or a string", code="invalid_json"
+            )
+        return repr(value)
+    if isinstance(value, Mapping):
+        keys = sorted(value)
+        return "{" + ",".join(f"{_text(k)}:{_encode(value[k])}" for k in keys) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(_encode(item) for item in value) + "]"
+    raise TypeError(f"{type(value).__name__} has no canonical JSON form")
+
+
+def canonical_json(value: Any) -> bytes:
+    r"""The one byte sequence that stands for a JSON value.
+
+    UTF-8 without blanks; object keys sorted by code point; strings raw except for ``"``, ``\\``,
+    control characters and lone surrogates, which are escaped; integers in decimal, of any size;
+    floats as the shortest decimal that reads back to the same double, in Python's ``repr`` form,
+    so ``1`` and ``1.0`` stay apart. RFC 8785 would merge them and refuse large integers, which
+    is why it is not used.
+
+    Raises:
+        InvalidInputError: The value holds NaN or infinity (code ``invalid_json``).
+        TypeError: The value holds something that is not JSON.
+    """
+    return _encode(value).encode()
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+        raise InvalidInputError(f"key {twice!a} occurs twice", code="invalid_json")
+    return result
+
+
+def _no_constant(text: str) -> Any:
+    raise InvalidInputError(f"{text} is not JSON; use null or a string", code="invalid_json")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise InvalidInputError("a number does not fit a 64-bit float", code="invalid_json")
+    return value
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Parse strict JSON: UTF-8, no duplicate keys, no NaN, no Infinity, integers of any size.
+
+    Raises:
+        InvalidInputError: The data are not strict JSON (code ``invalid_json``). The message never
+            quotes the text.
+    """
+    try:
+        text = data if isinstance(data, str) else bytes(data).decode()
+        return json.loads(
+            text,
+            object_pairs_hook=_unique_keys,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            parse_int=_integer,
+        )
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(
+            f"not UTF-8: byte {error.start} cannot be decoded ({error.reason})",
+            code="invalid_json",
+        ) from None
+    except json.JSONDecodeError as error:
+        raise InvalidInputError(
+            f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}",
+            code="invalid_json",
+        ) from None
+    except RecursionError:
+        raise InvalidInputError("not JSON: nested too deeply", code="invalid_json") from None
+
+
+def sha256_hex(data: bytes | bytearray | memoryview) -> str:
+    """SHA-256 as 64 lowercase hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def request_digest(
+    *, row_id: str, content: Mapping[str, Any], metadata: Mapping[str, Any], identity: Any
+) -> str:
+    """SHA-256 over one row's identity.
+
+    Args:
+        row_id: The row's id.
+        content: Exactly one of ``{"prompt": …}``, ``{"messages": …}``, ``{"token_ids": …}``.
+        metadata: The row's metadata.
+        identity: What the whole request has in common: model and tokenizer revisions, sites,
+            position, capture mode and options, as JSON.
+    """
+    return sha256_hex(
+        canonical_json(
+            {"content": content, "id": row_id, "identity": identity, "metadata": metadata}
+        )
+    )
+
+
+def token_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
+    """SHA-256 over the token ids, each as an unsigned 32-bit little-endian integer."""
+    return sha256_hex(np.asarray(token_ids, dtype="<u4").tobytes())
+
+
+def rows_digest(request_digests: Iterable[str]) -> str:
+    """SHA-256 over the raw request digests (32 bytes each) of consecutive rows."""
+    total = hashlib.sha256()
+    for digest in request_digests:
+        total.update(bytes.fromhex(digest))
+    return total.hexdigest()
+
+
+def shard_rows_digest(rows: Iterable[tuple[str, str | None, str]]) -> str:
+    """SHA-256 over what was asked and run in a shard, row by row.
+
+    Args:
+        rows: (request digest, token digest or None, status code) of each row, in row order. The
+            status of a good row is ``ok``.
+    """
+    total = hashlib.sha256()
+    for row in rows:
+        total.update(canonical_json(list(row)) + b"\n")
+    return total.hexdigest()

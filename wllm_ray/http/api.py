@@ -1,0 +1,206 @@
+"""The routes. Each reads its input, calls the service, and encodes what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from wllm_ray._version import __version__
+from wllm_ray.digest import parse_json
+from wllm_ray.errors import (
+    ERROR_CODES,
+    ROW_FAILURE_CODES,
+    InvalidInputError,
+    OverloadedError,
+    UnavailableError,
+)
+from wllm_ray.extraction import ExtractionService
+from wllm_ray.http.guards import install_error_handlers, read_body, require_api_key
+from wllm_ray.http.negotiation import MEDIA_TYPES, choose_media_type
+from wllm_ray.schema import (
+    ActivationRequest,
+    ActivationResponse,
+    ExtractionSchema,
+    ModelCard,
+    ModelList,
+)
+from wllm_ray.sites import HookSite
+from wllm_ray.wire import ARROW_STREAM, JSON, NPY, encode_arrow, encode_json, encode_npy
+
+__all__ = ["build_api", "parse_request"]
+
+_ENCODERS = {JSON: encode_json, ARROW_STREAM: encode_arrow, NPY: encode_npy}
+
+
+def parse_request(body: bytes) -> ActivationRequest:
+    """Decode a body strictly.
+
+    Raises:
+        InvalidInputError: Not strict JSON, or a field is wrong; the message names it.
+    """
+    value = parse_json(body.removeprefix(codecs.BOM_UTF8))
+    try:
+        return ActivationRequest.model_validate(value)
+    except ValidationError as error:
+        # The offending values are left out: they may be prompts.
+        problems = [
+            {"field": ".".join(map(str, item["loc"])) or "body", "message": item["msg"]}
+            for item in error.errors(include_url=False, include_input=False, include_context=False)
+        ]
+        listed = "; ".join(f"{p['field']}: {p['message']}" for p in problems)
+        raise InvalidInputError(
+            f"the request does not match the schema: {listed}",
+            stage="parse_rows",
+            details={"problems": problems},
+        ) from None
+
+
+class _Admission:
+    """Counts running extractions and turns away what is over the bound."""
+
+    def __init__(self, bound: int) -> None:
+        self._bound = bound
+        self._running = 0
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        if self._running >= self._bound:
+            raise OverloadedError(
+                f"{self._running} extractions are running, which is the bound; try again later"
+            )
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+
+def _model_card(service: ExtractionService[Any]) -> ModelCard:
+    description = service.require_ready()
+    fields = description.model_dump(
+        exclude={"served_model_name", "versions", "selftest", "model", "tokenizer", "fingerprint"}
+    )
+    return ModelCard(
+        id=description.served_model_name,
+        model=description.model,
+        tokenizer=description.tokenizer,
+        fingerprint=description.fingerprint,
+        **fields,
+    )
+
+
+def _extraction_schema(service: ExtractionService[Any], max_body_bytes: int) -> ExtractionSchema:
+    description = service.require_ready()
+    sites = [
+        str(HookSite(layer, kind))
+        for layer in range(description.num_layers)
+        for kind in description.site_kinds
+    ]
+    limits = service.limits
+    return ExtractionSchema(
+        model=description.served_model_name,
+        architecture=description.architecture,
+        sites=sites,
+        site_kinds=description.site_kinds,
+        positions=description.positions,
+        capture_modes=("replay",),
+        persistence=("none", "dataset") if service.has_store else ("none",),
+        storage_dtypes=("float32",),
+        shard_formats=("npy",),
+        media_types=MEDIA_TYPES,
+        max_body_bytes=max_body_bytes,
+        max_inline_bytes=limits.max_inline_bytes,
+        max_rows_per_shard=limits.shard.max_rows,
+        max_bytes_per_shard=limits.shard.max_bytes,
+        row_failure_codes={code: entry[2] for code, entry in ROW_FAILURE_CODES.items()},
+        error_codes=dict(ERROR_CODES),
+        selftest=description.selftest,
+    )
+
+
+def _add_probes(app: FastAPI, is_ready: Callable[[], bool]) -> None:
+    @app.get("/livez", summary="This process answers")
+    async def livez() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @app.get("/readyz", summary="At least one replica has passed its self-test")
+    async def readyz() -> dict[str, str]:
+        if not is_ready():
+            raise UnavailableError(
+                "no replica has passed its self-test yet; models take a while to load"
+            )
+        return {"status": "ready"}
+
+
+def _add_descriptions(app: FastAPI, service: ExtractionService[Any], max_body_bytes: int) -> None:
+    @app.get("/v1/models", summary="What is served, with the identity of its weights")
+    async def models() -> ModelList:
+        return ModelList(data=[_model_card(service)])
+
+    @app.get("/v1/extraction-schema", summary="What may be asked of this application")
+    async def extraction_schema() -> ExtractionSchema:
+        return _extraction_schema(service, max_body_bytes)
+
+
+def _add_extraction(
+    app: FastAPI, service: ExtractionService[Any], max_body_bytes: int, admission: _Admission
+) -> None:
+    async def answer(request: Request) -> Response:
+        media_type = choose_media_type(request.headers.get("accept"))
+        body = await read_body(request, max_body_bytes)
+        parsed = await asyncio.to_thread(parse_request, body)
+        if parsed.persistence != "none":
+            reference = await service.extract_dataset(parsed)
+            return JSONResponse(reference.model_dump(mode="json"))
+        inline = await service.extract_inline(parsed)
+        return Response(
+            await asyncio.to_thread(_ENCODERS[media_type], inline), media_type=media_type
+        )
+
+    @app.post(
+        "/v1/activation-datasets",
+        summary="Capture activations of rows, inline or as a committed dataset",
+        response_model=ActivationResponse,
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {JSON: {"schema": ActivationRequest.model_json_schema()}},
+            }
+        },
+    )
+    async def activation_datasets(request: Request) -> Response:
+        with admission.slot():
+            return await answer(request)
+
+
+def build_api(
+    service: ExtractionService[Any],
+    *,
+    is_ready: Callable[[], bool],
+    api_key: str | None = None,
+    max_body_bytes: int = 64 * 1024 * 1024,
+    max_concurrent_requests: int = 64,
+) -> FastAPI:
+    """The HTTP application over a service.
+
+    Args:
+        service: Does the work.
+        is_ready: Whether a replica has passed its self-test; must return at once.
+        api_key: The key that callers must send, or None for no key.
+        max_body_bytes: Larger bodies are refused with 413.
+        max_concurrent_requests: More extractions at once are refused with 429.
+    """
+    app = FastAPI(title="wllm_ray", version=__version__)
+    install_error_handlers(app)
+    require_api_key(app, api_key)
+    _add_probes(app, is_ready)
+    _add_descriptions(app, service, max_body_bytes)
+    _add_extraction(app, service, max_body_bytes, _Admission(max_concurrent_requests))
+    return app

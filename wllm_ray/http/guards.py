@@ -1,0 +1,107 @@
+"""What stands before every route: the API key, the body's bound, and errors in one shape."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import traceback
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from wllm_ray.errors import NotFoundError, TooLargeError, UnauthorizedError, WLLMError
+
+__all__ = ["error_response", "install_error_handlers", "read_body", "require_api_key"]
+
+OPEN_PATHS = ("/livez", "/readyz")
+
+logger = logging.getLogger("wllm_ray.http")
+
+
+def error_response(error: WLLMError) -> JSONResponse:
+    """The one shape of errors, with Retry-After where waiting may help."""
+    headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s else None
+    return JSONResponse(error.to_json(), status_code=error.http_status, headers=headers)
+
+
+def _log_unexpected(error: Exception) -> None:
+    """Type and place only: a foreign exception's text may quote a prompt."""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("unexpected %s\n%s", type(error).__name__, frames)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every failure as ``{error: {code, message, stage, details}}``."""
+
+    async def on_known(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, WLLMError)
+        return error_response(error)
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = error_response(
+            NotFoundError(
+                f"no route {request.method} {request.url.path}; /openapi.json lists them",
+                code="route_not_found",
+            )
+        )
+        response.status_code = error.status_code
+        return response
+
+    app.add_exception_handler(WLLMError, on_known)
+    app.add_exception_handler(HTTPException, on_http)
+
+
+def require_api_key(app: FastAPI, api_key: str | None) -> None:
+    """Refuse requests without the key, and turn what nobody expected into an opaque 500.
+
+    The key comes as ``Authorization: Bearer …`` or ``X-API-Key: …``; it is compared in constant
+    time. ``/livez`` and ``/readyz`` stay open for probes.
+    """
+
+    @app.middleware("http")
+    async def guard(
+        request: Request, proceed: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        if api_key and request.url.path not in OPEN_PATHS and not _has_key(request, api_key):
+            return error_response(
+                UnauthorizedError(
+                    "this application needs an API key; send `Authorization: Bearer …`"
+                )
+            )
+        try:
+            return await proceed(request)
+        except Exception as error:  # noqa: BLE001 (the last border of the process)
+            _log_unexpected(error)
+            return error_response(WLLMError("an unexpected fault; the server's log has the place"))
+
+
+def _has_key(request: Request, api_key: str) -> bool:
+    bearer = request.headers.get("authorization", "")
+    scheme, _, token = bearer.partition(" ")
+    sent = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return hmac.compare_digest(sent.encode(), api_key.encode())
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Read the body, refusing it as soon as it is known to be over the bound.
+
+    Raises:
+        TooLargeError: Declared or actual size is over ``max_bytes`` (code ``body_too_large``).
+    """
+    error = TooLargeError(
+        f"the body is over the bound of {max_bytes} bytes; send fewer rows a request",
+        code="body_too_large",
+        details={"max_body_bytes": max_bytes},
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
+        raise error
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > max_bytes:
+            raise error
+    return bytes(body)

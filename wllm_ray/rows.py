@@ -1,0 +1,377 @@
+"""From JSONL lines or JSON objects to rows, and from rows to token ids.
+
+``parse_rows`` is all or nothing: a malformed line refuses the whole input, with every offending
+line listed, before anything runs. ``tokenize_rows`` never fails as a whole: a row that is well
+formed but cannot be run becomes a :class:`~wllm_ray.records.RowFailure`.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+
+from wllm_ray.digest import canonical_json, parse_json, request_digest
+from wllm_ray.errors import InvalidInputError
+from wllm_ray.records import (
+    CaptureIdentity,
+    InputRow,
+    RowFailure,
+    RowRecord,
+    TokenizerIdentity,
+)
+
+__all__ = [
+    "ChatTemplateRefusedError",
+    "RowProblem",
+    "TokenLimits",
+    "Tokenizer",
+    "check_row",
+    "make_record",
+    "parse_rows",
+    "raise_problems",
+    "read_jsonl",
+    "tokenize_rows",
+]
+
+MAX_ID_BYTES = 512
+MAX_METADATA_BYTES = 64 * 1024
+MAX_METADATA_DEPTH = 32
+# A message that lists more would not be read; the count says how many there are.
+MAX_LISTED_PROBLEMS = 50
+
+_CONTENT_KEYS = ("prompt", "messages", "token_ids")
+_KEYS = ("id", *_CONTENT_KEYS, "metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class RowProblem:
+    """One malformed row: where, and what was expected and found. Never holds prompt text."""
+
+    line: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """What the model takes: tokens per row, and ids below ``vocab_size``."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+class ChatTemplateRefusedError(Exception):
+    """The tokenizer's chat template raised; the cause says how."""
+
+
+class Tokenizer(Protocol):
+    """Turns text into ids, the way the model was trained to read it."""
+
+    @property
+    def identity(self) -> TokenizerIdentity:
+        """Name, revision and template digest."""
+
+    def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Ids of raw prompts, with the tokenizer's default special tokens."""
+
+    def encode_messages(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Ids of a conversation, rendered with a generation prompt.
+
+        Raises:
+            ChatTemplateRefusedError: The template raised.
+        """
+
+
+def _has_lone_surrogate(value: Any) -> bool:
+    if isinstance(value, str):
+        return any("\ud800" <= character <= "\udfff" for character in value)
+    if isinstance(value, dict):
+        return any(map(_has_lone_surrogate, value)) or any(map(_has_lone_surrogate, value.values()))
+    return isinstance(value, list) and any(map(_has_lone_surrogate, value))
+
+
+def _too_deep(value: Any, room: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    children = value.values() if isinstance(value, dict) else value
+    return room == 0 or any(_too_deep(child, room - 1) for child in children)
+
+
+def _check_id(value: Any) -> str | None:
+    if not isinstance(value, str) or not value:
+        return f"`id` must be a non-empty string, found {type(value).__name__}"
+    if _has_lone_surrogate(value):
+        return "`id` holds half of a surrogate pair, which UTF-8 cannot carry"
+    if (size := len(value.encode())) > MAX_ID_BYTES:
+        return f"`id` must be at most {MAX_ID_BYTES} bytes of UTF-8, found {size}"
+    return None
+
+
+def _check_metadata(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return f"`metadata` must be an object, found {type(value).__name__}"
+    if _too_deep(value, MAX_METADATA_DEPTH):
+        return f"`metadata` is nested more than {MAX_METADATA_DEPTH} deep"
+    if (size := len(canonical_json(value))) > MAX_METADATA_BYTES:
+        return f"`metadata` must be at most {MAX_METADATA_BYTES} bytes of JSON, found {size}"
+    return None
+
+
+def _check_content(key: str, value: Any) -> str | None:
+    if key == "prompt":
+        good, want = isinstance(value, str), "a string"
+    elif key == "messages":
+        good = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+        want = "a list of objects"
+    else:
+        good = isinstance(value, list) and all(type(item) is int for item in value)
+        want = "a list of integers"
+    return None if good else f"`{key}` must be {want}"
+
+
+def check_row(value: Any) -> InputRow | str:
+    """Check one decoded row; return it, or what is wrong with it.
+
+    Args:
+        value: What the JSON decoder made of the line.
+    """
+    if not isinstance(value, dict):
+        return f"a row must be a JSON object, found {type(value).__name__}"
+    if unknown := [key for key in value if key not in _KEYS]:
+        return f"unknown field {unknown[0]!a}; the fields are {', '.join(_KEYS)}"
+    if "id" not in value:
+        return "`id` is missing"
+    if problem := _check_id(value["id"]):
+        return problem
+    present = [key for key in _CONTENT_KEYS if key in value]
+    if len(present) != 1:
+        found = ", ".join(present) or "none"
+        return f"exactly one of {', '.join(_CONTENT_KEYS)} is needed, found {found}"
+    metadata = value.get("metadata", {})
+    if problem := _check_content(present[0], value[present[0]]) or _check_metadata(metadata):
+        return problem
+    return InputRow(id=value["id"], content={present[0]: value[present[0]]}, metadata=metadata)
+
+
+def read_jsonl(stream: BinaryIO) -> Iterator[tuple[int, InputRow | RowProblem]]:
+    r"""Read rows from a JSONL byte stream, one line at a time.
+
+    Lines end at ``\n`` only and a ``\r`` before it is dropped; blank lines are skipped but
+    counted. A byte order mark at the beginning of the stream is dropped.
+
+    Yields:
+        (line number from 1, the row or its problem).
+    """
+    for number, raw in enumerate(stream, start=1):
+        line = raw.removesuffix(b"\n").removesuffix(b"\r")
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if not line.strip(b" \t"):
+            continue
+        try:
+            row = check_row(parse_json(line))
+        except InvalidInputError as error:
+            row = error.message
+        yield number, RowProblem(number, row) if isinstance(row, str) else row
+
+
+def raise_problems(problems: Sequence[RowProblem], total: int | None = None) -> None:
+    """Refuse an input because of its malformed rows; does nothing where there are none.
+
+    Args:
+        problems: The problems to list.
+        total: How many there are, where ``problems`` was cut short.
+
+    Raises:
+        InvalidInputError: There are problems (code ``invalid_rows``); details list them.
+    """
+    if not problems:
+        return
+    count = total or len(problems)
+    listed = problems[:MAX_LISTED_PROBLEMS]
+    more = f" (and {count - len(listed)} more)" if count > len(listed) else ""
+    lines = "; ".join(f"line {p.line}: {p.message}" for p in listed)
+    raise InvalidInputError(
+        f"{count} malformed row{'s' if count > 1 else ''}, nothing was run: {lines}{more}",
+        code="invalid_rows",
+        stage="parse_rows",
+        details={
+            "problems": [{"line": p.line, "message": p.message} for p in listed],
+            "count": count,
+        },
+    )
+
+
+def parse_rows(items: Iterable[tuple[int, InputRow | RowProblem]]) -> list[InputRow]:
+    """Collect checked rows; refuse all of them if one is malformed or an id occurs twice.
+
+    Args:
+        items: (line number, row or problem), as from :func:`read_jsonl`.
+
+    Raises:
+        InvalidInputError: Malformed rows (``invalid_rows``), or none at all (``no_rows``).
+    """
+    rows: list[InputRow] = []
+    problems: list[RowProblem] = []
+    first_line: dict[str, int] = {}
+    for line, item in items:
+        if isinstance(item, RowProblem):
+            problems.append(item)
+        elif (before := first_line.setdefault(item.id, line)) != line:
+            problems.append(RowProblem(line, f"`id` was used before, on line {before}"))
+        else:
+            rows.append(item)
+    raise_problems(problems)
+    if not rows:
+        raise InvalidInputError("the input holds no rows", code="no_rows", stage="parse_rows")
+    return rows
+
+
+def parse_objects(values: Iterable[Any]) -> list[InputRow]:
+    """As :func:`parse_rows`, for rows that are decoded already; "line" is the position from 1."""
+
+    def items() -> Iterator[tuple[int, InputRow | RowProblem]]:
+        for number, value in enumerate(values, start=1):
+            row = check_row(value)
+            yield number, RowProblem(number, row) if isinstance(row, str) else row
+
+    return parse_rows(items())
+
+
+def make_record(
+    index: int,
+    row: InputRow,
+    identity: CaptureIdentity,
+    *,
+    token_ids: Sequence[int] | None = None,
+    failure: RowFailure | None = None,
+) -> RowRecord:
+    """Bind one row to the request that it is part of.
+
+    Args:
+        index: The row's index among all input rows.
+        row: The row.
+        identity: What the whole request has in common; enters the request digest.
+        token_ids: Its ids, where they are known.
+        failure: Why it has none.
+    """
+    return RowRecord(
+        index=index,
+        id=row.id,
+        metadata_json=canonical_json(row.metadata).decode(),
+        request_digest=request_digest(
+            row_id=row.id,
+            content=row.content,
+            metadata=row.metadata,
+            identity=identity.model_dump(),
+        ),
+        token_ids=None if token_ids is None else np.asarray(token_ids, dtype=np.int32),
+        failure=failure,
+    )
+
+
+def _refusal_before(row: InputRow, tokenizer: Tokenizer) -> RowFailure | None:
+    """What can be known to be wrong without running the tokenizer."""
+    ((key, value),) = row.content.items()
+    if key != "token_ids" and not value:
+        return RowFailure.of("empty_prompt", f"`{key}` is empty")
+    if key != "token_ids" and _has_lone_surrogate(value):
+        return RowFailure.of(
+            "lone_surrogate", f"`{key}` holds half of a surrogate pair, which UTF-8 cannot carry"
+        )
+    if key == "messages" and tokenizer.identity.chat_template_sha256 is None:
+        return RowFailure.of(
+            "no_chat_template",
+            "the tokenizer has no chat template; send `prompt` or `token_ids` instead",
+        )
+    return None
+
+
+def _refusal_after(ids: Sequence[int], limits: TokenLimits) -> RowFailure | None:
+    """What is wrong with the ids themselves."""
+    if not ids:
+        return RowFailure.of("zero_tokens", "the row has no tokens; the model needs at least one")
+    if len(ids) > limits.max_model_len:
+        return RowFailure.of(
+            "too_long",
+            f"the row has {len(ids)} tokens and the model takes {limits.max_model_len}; "
+            "shorten it or serve the model with a larger max_model_len",
+        )
+    for position, token in enumerate(ids):
+        if not 0 <= token < limits.vocab_size:
+            shown = token if abs(token) < 10**12 else "a number too large to print"
+            return RowFailure.of(
+                "token_out_of_vocabulary",
+                f"token id {shown} at position {position} is outside 0..{limits.vocab_size - 1}",
+            )
+    return None
+
+
+def _encode(rows: Sequence[InputRow], tokenizer: Tokenizer) -> list[list[int] | RowFailure]:
+    """Ids of rows that :func:`_refusal_before` let pass; raw prompts in one call for speed."""
+    prompts = [row.content["prompt"] for row in rows if "prompt" in row.content]
+    encoded = iter(tokenizer.encode_prompts(prompts) if prompts else ())
+    results: list[list[int] | RowFailure] = []
+    for row in rows:
+        if "prompt" in row.content:
+            results.append(next(encoded))
+        elif "token_ids" in row.content:
+            results.append(row.content["token_ids"])
+        else:
+            results.append(_encode_messages(row.content["messages"], tokenizer))
+    return results
+
+
+def _encode_messages(
+    messages: Sequence[dict[str, Any]], tokenizer: Tokenizer
+) -> list[int] | RowFailure:
+    try:
+        return tokenizer.encode_messages(messages)
+    except ChatTemplateRefusedError as error:
+        # The template's own words may quote the messages, so only the kind of error is kept.
+        kind = type(error.__cause__).__name__
+        return RowFailure.of(
+            "chat_template_error",
+            f"the chat template refused the messages ({kind}); check roles and their order",
+        )
+
+
+def tokenize_rows(
+    rows: Sequence[InputRow],
+    tokenizer: Tokenizer,
+    identity: CaptureIdentity,
+    limits: TokenLimits,
+    *,
+    first_index: int = 0,
+) -> list[RowRecord]:
+    """Turn rows into token ids, or into the reason why one cannot be run. Never truncates.
+
+    Args:
+        rows: The rows, in request order.
+        tokenizer: The served model's tokenizer.
+        identity: What the whole request has in common.
+        limits: Length and vocabulary of the model.
+        first_index: Index of the first row among all input rows.
+    """
+    refused = [_refusal_before(row, tokenizer) for row in rows]
+    encoded = iter(
+        _encode([r for r, no in zip(rows, refused, strict=True) if no is None], tokenizer)
+    )
+    records = []
+    for index, (row, refusal) in enumerate(zip(rows, refused, strict=True), start=first_index):
+        ids, failure = _settle(refusal or next(encoded), limits)
+        records.append(make_record(index, row, identity, token_ids=ids, failure=failure))
+    return records
+
+
+def _settle(
+    outcome: list[int] | RowFailure, limits: TokenLimits
+) -> tuple[list[int] | None, RowFailure | None]:
+    """Ids that can be run, or the reason why there are none."""
+    if isinstance(outcome, RowFailure):
+        return None, outcome
+    failure = _refusal_after(outcome, limits)
+    return (None, failure) if failure else (outcome, None)
