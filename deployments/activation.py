@@ -19,9 +19,8 @@ def _load_engine(args: AppArgs, identity: ModelIdentity) -> Any:
     """Import vLLM here, in the replica: its device is only known where Ray put it."""
     # Ray sets this from num_cpus before the replica starts, and torch reads it at import.
     os.environ["OMP_NUM_THREADS"] = str(args.threads or 1)
-    from wllm_ray.capture.vllm_engine import VLLMEngine
-
     from wllm_ray.capture.tokenizer import TransformersTokenizer
+    from wllm_ray.capture.vllm_engine import VLLMEngine
 
     tokenizer = TransformersTokenizer(
         args.model, identity, trust_remote_code=args.trust_remote_code
@@ -56,7 +55,9 @@ class ActivationReplica:
     was proven.
     """
 
-    async def __init__(self, args: AppArgs, identity: ModelIdentity) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits constructors
+        self, args: AppArgs, identity: ModelIdentity
+    ) -> None:
         # vLLM is built on a plain thread: a constructor here runs on the replica's event loop.
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(max_workers=1) as pool:

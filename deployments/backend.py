@@ -97,9 +97,10 @@ class RayBackend:
     async def fetch(self, payload: ObjectRef[CapturedChunk]) -> CapturedChunk:
         """Bring a chunk into this process; its arrays stay in shared memory, read-only."""
         try:
-            return await payload
+            chunk: CapturedChunk = await payload
         except RayError as error:
             raise _translate(error, "capture") from error
+        return chunk
 
     async def stage(
         self, spec: DatasetSpec, shard: Shard, payloads: Sequence[ObjectRef[CapturedChunk]]

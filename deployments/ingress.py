@@ -38,7 +38,7 @@ class Ingress:
         replicas: Handle of the activation deployment.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits constructors
         self, args: AppArgs, identity: ModelIdentity, replicas: DeploymentHandle
     ) -> None:
         self._args = args

@@ -21,14 +21,14 @@ __all__ = ["commit_manifest", "stage_shard"]
 FETCH_TIMEOUT_S = 600
 
 
-@ray.remote(num_cpus=0, max_retries=3, retry_exceptions=[StorageError])
+@ray.remote(num_cpus=0, max_retries=3, retry_exceptions=[StorageError])  # type: ignore[untyped-decorator]
 def stage_shard(root: str, spec: DatasetSpec, shard: Shard, chunks: Sequence[Any]) -> StageResult:
     """Fetch a shard's chunks from the object store, write its files, then its receipt."""
     captured = ray.get(list(chunks), timeout=FETCH_TIMEOUT_S)
     return stage_here(open_store(root), spec, shard.index, shard.rows, captured)
 
 
-@ray.remote(num_cpus=0, max_retries=3, retry_exceptions=[StorageError])
+@ray.remote(num_cpus=0, max_retries=3, retry_exceptions=[StorageError])  # type: ignore[untyped-decorator]
 def commit_manifest(root: str, dataset_id: str) -> Manifest:
     """Create the manifest from the receipts."""
     return commit_here(open_store(root), dataset_id)

@@ -139,8 +139,8 @@ class ExtractionService(Generic[Payload]):
             RowsFailedError: Transient failures are left; what was staged stays.
             StorageError: No storage root is configured, or it failed.
         """
-        store = self._require_store()
         prepared = await self._prepare(request)
+        store = self._require_store()
         spec = self._spec(prepared)
         started = time.perf_counter()
         # A caller that leaves must not take the commit with it.

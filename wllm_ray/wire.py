@@ -142,7 +142,7 @@ def decode_arrow(data: bytes) -> Inline:
         response = ActivationResponse.model_validate_json(canonical_json(envelope))
         rows = [_row_result(entry) for entry in table.drop_columns(["features"]).to_pylist()]
         features = _decode_features(table, response.shape)
-    except (pa.ArrowException, LookupError, TypeError, ValueError) as error:
+    except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
         raise CaptureError(
             f"expected an Arrow stream of activations, found {len(data)} bytes that do not read "
             f"as one ({type(error).__name__}); client and server versions may differ",

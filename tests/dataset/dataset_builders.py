@@ -77,10 +77,10 @@ def make_rows(count: int, *, failed: Sequence[int] = (), sites=("L1_resid_post",
         position="last_prompt",
         capture_mode="replay",
     ).model_dump()
-    return [_row(index, index in failed, identity) for index in range(count)]
+    return [_row(index, identity, failed=index in failed) for index in range(count)]
 
 
-def _row(index: int, failed: bool, identity) -> RowRecord:
+def _row(index: int, identity, *, failed: bool) -> RowRecord:
     row_id = ("r-{}", "行-{}", "🙂 {}", "e\u0301{}")[index % 4].format(index)
     metadata = {"label": index % 2, "n": 10**30, "x": 1.0, "text": "\ud83d\u2028"}
     return RowRecord(

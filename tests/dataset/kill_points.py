@@ -98,7 +98,7 @@ def main():
         here = str(root / str(point))
         survived = in_child(lambda here=here, point=point: doomed(here, point))
         after = in_child(lambda here=here: look(here))
-        print(json.dumps({"point": point, "survived": survived} | after), flush=True)
+        sys.stdout.write(json.dumps({"point": point, "survived": survived} | after) + "\n")
         if survived:
             return
 

@@ -155,9 +155,7 @@ def test_length_and_failure_must_agree(spec, rows):
     )
     lacking = replace(capture(rows, spec, failures={1: POISON}), failures={})
     refused("row 1 has no failure, but a chunk holds 0", spec, rows, [lacking])
-    refused(
-        r"failures of rows \[9\]", spec, rows, [replace(chunk, failures={9: POISON})]
-    )
+    refused(r"failures of rows \[9\]", spec, rows, [replace(chunk, failures={9: POISON})])
 
 
 def test_wrong_width_dtype_or_count(spec, rows):
@@ -241,3 +239,13 @@ def test_a_shard_without_a_good_row():
     spec = make_spec(rows)
     assembled = assemble_shard(spec, 0, rows, [])
     assert (assembled.features, assembled.feature_rows, assembled.rows_failed) == ((), 0, 2)
+
+
+def test_the_first_permanent_failure_stands(spec, rows):
+    zero = RowFailure.of("all_zero", "zero")
+    chunks = [
+        capture(rows, spec, failures={1: POISON}),
+        capture(rows[1:2], spec, failures={1: zero}),
+        capture(rows[1:2], spec, failures={1: LOST}),
+    ]
+    assert assemble_shard(spec, 0, rows, chunks).outcomes[1].failure == POISON

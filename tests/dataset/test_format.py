@@ -17,7 +17,7 @@ from dataset_builders import FAILED_ROW, make_rows, make_spec, value_of, write_d
 import wllm_ray.dataset
 from wllm_ray import digest
 from wllm_ray.dataset.manifest import DatasetSpec, Manifest, Receipt
-from wllm_ray.dataset.shard import ROWS_SCHEMA, npy_array, npy_header
+from wllm_ray.dataset.shard import ROWS_SCHEMA, all_finite, npy_array, npy_header, sha256_and_finite
 from wllm_ray.errors import ROW_FAILURE_CODES, IntegrityError
 
 pytestmark = pytest.mark.requirement("D-1", "D-3")
@@ -113,7 +113,7 @@ def test_each_way_a_features_file_can_lie(lie):
     if lie == "fortran order":
         # NumPy calls an array of this shape C order; write the header by hand.
         data = GOOD.replace(b"False", b"True ", 1)
-    with pytest.raises(IntegrityError, match="^x: expected") as error:
+    with pytest.raises(IntegrityError, match=r"^x: expected") as error:
         npy_array(np.frombuffer(data, np.uint8), (2, 1, 4), "x")
     assert error.value.code == code
 
@@ -195,3 +195,18 @@ def test_the_rows_table_is_the_same_bytes_every_time(local):
     second = write_dataset(local, rows, dataset_id="two")
     assert [s.files for s in first.shards] == [s.files for s in second.shards]
     assert make_spec(rows).rows == 5
+
+
+@pytest.mark.requirement("D-6")
+@pytest.mark.parametrize("place", [0, 70_000, 149_999])
+def test_a_value_that_is_not_finite_is_found_wherever_it_is(place):
+    values = np.ones(150_000, "<f4")  # several blocks of the reader
+    data = npy_header((150_000, 1, 1)) + values.tobytes()
+    assert sha256_and_finite(np.frombuffer(data, np.uint8)) == (
+        hashlib.sha256(data).hexdigest(),
+        True,
+    )
+    values[place] = np.inf
+    data = npy_header((150_000, 1, 1)) + values.tobytes()
+    assert sha256_and_finite(np.frombuffer(data, np.uint8))[1] is False
+    assert not all_finite(values)

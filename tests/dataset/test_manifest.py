@@ -8,12 +8,8 @@ import pytest
 from dataset_builders import FAILED_ROW, make_rows, make_spec, stage_all, write_dataset
 from pydantic import ValidationError
 
-from wllm_ray.dataset.manifest import (
-    document_bytes,
-    read_manifest,
-    read_receipt,
-    read_spec,
-)
+from wllm_ray.dataset.documents import read_manifest, read_receipt, read_spec
+from wllm_ray.dataset.manifest import document_bytes
 from wllm_ray.dataset.store import open_store
 from wllm_ray.digest import canonical_json, sha256_hex
 from wllm_ray.errors import IntegrityError
@@ -121,6 +117,18 @@ def test_counts_must_agree(document):
     refused(change_shard(document, rows_failed=9), "rows_inconsistent", "rows_failed")
 
 
+@pytest.mark.parametrize(("failed", "feature_rows"), [(1, 1), (3, 1), (2, 0), (4, 2)])
+def test_failures_and_feature_rows_must_agree(document, failed, feature_rows):
+    document["shards"][0] |= {"rows_failed": failed, "feature_rows": feature_rows}
+    document |= {"rows_failed": failed, "rows_ok": 5 - failed, "shape": [feature_rows + 2, 1, 4]}
+    refused(resealed(document), "rows_inconsistent", f"{failed} of 3 rows failed")
+
+
+def test_the_rows_file_is_no_array(document):
+    document["shards"][0]["files"][1]["dtype"] = "<f4"
+    refused(resealed(document), "rows_inconsistent", "neither shape nor dtype")
+
+
 def test_shards_in_order(document):
     document["shards"].reverse()
     refused(resealed(document), "rows_inconsistent", "numbered")
@@ -162,7 +170,7 @@ def test_receipts_belong_to_their_spec_and_shard():
     stage_all(store, spec, rows)
     data = store.get("datasets/d/shard-00000.receipt.json")
     assert read_receipt(data, spec, 0).rows == 3
-    with pytest.raises(IntegrityError, match="expected .shard, first row, rows.") as error:
+    with pytest.raises(IntegrityError, match=r"expected \(shard, first row, rows\)") as error:
         read_receipt(data, spec, 1)
     assert error.value.code == "rows_inconsistent"
     other = make_spec(rows, position="first")

@@ -50,7 +50,7 @@ def test_create_again_with_the_same_bytes_is_a_success_that_says_so(store):
 
 def test_create_with_other_bytes_is_refused_and_changes_nothing(store):
     store.put("a", b"x")
-    with pytest.raises(AlreadyExistsError, match="a exists already under .* with other bytes"):
+    with pytest.raises(AlreadyExistsError, match=r"a exists already under .* with other bytes"):
         store.put("a", b"y")
     assert store.get("a") == b"x"
 
@@ -115,7 +115,9 @@ def test_list_is_sorted_recursive_and_keeps_to_the_folder(store):
     assert store.list("nothing") == []
 
 
-@pytest.mark.parametrize("key", ["../x", "/x", "a//b", "a/./b", "a/../../b", "a\\b", "", "a/", "\0"])
+@pytest.mark.parametrize(
+    "key", ["../x", "/x", "a//b", "a/./b", "a/../../b", "a\\b", "", "a/", "\0"]
+)
 def test_keys_that_are_not_plain_are_refused(store, key):
     calls = (
         lambda: store.put(key, b"x"),

@@ -42,11 +42,13 @@ def test_a_full_disk_leaves_nothing_and_says_so(local, tmp_path, monkeypatch, wr
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(local_module.os, failing, full)
+    call = {
+        "create": lambda: local.put("d/a", b"x"),
+        "overwrite": lambda: local.put("d/a", b"x", mode="overwrite"),
+        "content": lambda: local.put_content("d/s-", ".npy", b"abc"),
+    }[write]
     with pytest.raises(StorageError, match="No space left on device; nothing half-written"):
-        if write == "content":
-            local.put_content("d/s-", ".npy", b"abc")
-        else:
-            local.put("d/a", b"x", mode=write)
+        call()
     assert files_under(tmp_path / "root") == ["d/there"]
 
 
@@ -84,7 +86,7 @@ def test_no_hard_links_is_refused_with_what_to_do(local, monkeypatch):
         raise PermissionError(errno.EPERM, "no")
 
     monkeypatch.setattr(local_module.os, "link", refuse)
-    with pytest.raises(StorageError, match="no hard links.*choose another storage root"):
+    with pytest.raises(StorageError, match=r"no hard links.*choose another storage root"):
         local.put("a", b"x")
     assert local.probe().writable is False
 
@@ -128,7 +130,6 @@ def test_a_root_that_is_itself_a_link_works(tmp_path):
     store.put("a/b", b"x")
     assert store.get("a/b") == b"x"
     assert store.list("a") == [("a/b", 1)]
-
 
 
 class Unreliable:

@@ -196,23 +196,22 @@ def test_mixed_fingerprints_are_not_committed(store, spec, rows):
     assert error.value.code == "mixed_fingerprints"
 
 
+DAMAGE = {
+    "size_mismatch": lambda data: data[:-1],
+    "digest_mismatch": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+}
+
+
 @pytest.mark.requirement("D-5")
-@pytest.mark.parametrize(
-    ("damage", "code"),
-    [
-        (lambda data: data[:-1], "size_mismatch"),
-        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "digest_mismatch"),
-        (None, "file_missing"),
-    ],
-)
+@pytest.mark.parametrize("code", ["size_mismatch", "digest_mismatch", "file_missing"])
 @pytest.mark.parametrize("suffix", [".npy", ".rows.arrow"])
-def test_resuming_over_a_damaged_file_fails_closed(store, spec, rows, damage, code, suffix):
-    stage_all(store, spec, rows)
+def test_resuming_over_a_damaged_file_fails_closed(store, spec, code, suffix):
+    stage_all(store, spec, make_rows(8, failed=[FAILED_ROW]))
     key = next(k for k, _ in store.list("datasets") if k.endswith(suffix) and "00001" in k)
-    if damage is None:
+    if code == "file_missing":
         store.delete(key)
     else:
-        store.put(key, damage(store.get(key)), mode="overwrite")
+        store.put(key, DAMAGE[code](store.get(key)), mode="overwrite")
     with pytest.raises(IntegrityError, match=key) as error:
         staged_shards(store, spec)
     assert error.value.code == code
@@ -257,9 +256,11 @@ def test_many_threads_one_dataset(store, rows):
     assert orphans(store, "d") == []
 
 
-def test_many_processes_one_dataset(tmp_path, rows):
+def test_many_processes_one_dataset(tmp_path):
     program = (
-        "import sys; from dataset_builders import *; from wllm_ray.dataset.store import open_store\n"
+        "import sys\n"
+        "from dataset_builders import FAILED_ROW, make_rows, write_dataset\n"
+        "from wllm_ray.dataset.store import open_store\n"
         "rows = make_rows(8, failed=[FAILED_ROW])\n"
         "print(write_dataset(open_store(sys.argv[1]), rows).manifest_sha256)\n"
     )
@@ -333,3 +334,21 @@ def test_no_document_holds_a_path_or_prompt(local, tmp_path, rows):
         text = path.read_text(encoding="utf-8")
         assert str(tmp_path) not in text
         assert "p3" not in json.loads(text)
+
+
+@pytest.mark.requirement("D-5")
+def test_a_damaged_file_under_the_standing_receipt_is_told(store, spec, rows):
+    """This attempt's bytes are others, so they do not heal the file of the first."""
+    create_spec(store, spec)
+    entry = stage(store, spec, rows, 0).receipt.file("features")
+    store.put(f"datasets/d/{entry.name}", b"x" * entry.bytes, mode="overwrite")
+    with pytest.raises(IntegrityError, match=entry.name) as error:
+        stage(store, spec, rows, 0, features={0: value_of(99)[None, None]})
+    assert error.value.code == "digest_mismatch"
+
+
+def test_the_spec_of_another_dataset(store, spec):
+    create_spec(store, spec)
+    store.put("datasets/e/spec.json", store.get("datasets/d/spec.json"))
+    with pytest.raises(IntegrityError, match="the folder of 'e' is that of 'd'"):
+        load_spec(store, "e")

@@ -104,8 +104,8 @@ class ChunkCapture:
 
     def prove(self) -> None:
         """Fail every row that is not whole: each wanted value once, finite, not all zero."""
-        finite: NDArray[np.bool_] = np.isfinite(self.features).all(axis=2)
-        zero: NDArray[np.bool_] = np.logical_not(self.features.any(axis=2))
+        finite = np.asarray(np.isfinite(self.features).all(axis=2))
+        zero = np.asarray(~self.features.any(axis=2))
         for row in self.rows:
             if row.failure is None:
                 self._prove_row(row, finite[row.slots], zero[row.slots])

@@ -72,7 +72,7 @@ class EngineLoop:
         self._ready: Future[None] = Future()
         self.driver: VLLMDriver
         self._jobs: dict[str, tuple[Job, CaptureRow]] = {}
-        self._fatal: CaptureError | None = None
+        self._fatal: Exception | None = None
         self._closing = False
         self._pass_started: float | None = None
         self._fillers = itertools.count()
@@ -101,19 +101,17 @@ class EngineLoop:
 
         def command() -> None:
             try:
-                result.set_result(function())
+                _settle(result, function())
             except Exception as error:  # noqa: BLE001 (handed to the caller)
-                result.set_exception(error)
+                _settle(result, error)
 
         self._send(command, result)
         return result.result()
 
     def check(self) -> None:
         """Raise ``CaptureError`` (``engine_dead``) unless the engine lives and makes progress."""
-        if self._fatal is not None:
-            raise self._fatal
-        if self._closing or not self._thread.is_alive():
-            raise CaptureError("the engine is closed", code="engine_dead")
+        if self._fatal is not None or self._closing or not self._thread.is_alive():
+            raise self._gone()
         started = self._pass_started
         if started is not None and time.monotonic() - started > self._progress_limit_s:
             raise CaptureError(
@@ -135,8 +133,21 @@ class EngineLoop:
             self._refuse(result)
 
     def _refuse(self, result: Future[Any]) -> None:
-        error = self._fatal or CaptureError("the engine is closed", code="engine_dead")
-        _settle(result, error)
+        _settle(result, self._gone())
+
+    def _gone(self) -> CaptureError:
+        """Why there is no engine any more; a new exception for each who asks."""
+        error = self._fatal
+        if error is None:
+            return CaptureError("the engine is closed", code="engine_dead")
+        reason = (
+            error.message
+            if isinstance(error, CaptureError)
+            else f"the engine failed ({type(error).__name__}; the log has more)"
+        )
+        gone = CaptureError(f"{reason}; the replica must be replaced", code="engine_dead")
+        gone.__cause__ = error
+        return gone
 
     def _main(self) -> None:
         try:
@@ -150,10 +161,7 @@ class EngineLoop:
             self._serve()
         except Exception as error:  # noqa: BLE001 (whatever it was, the engine is lost)
             _log.error("the engine failed", exc_info=error)
-            self._fatal = CaptureError(
-                f"the engine failed and the replica must be replaced: {_describe(error)}",
-                code="engine_dead",
-            )
+            self._fatal = error
         finally:
             self._shut_down()
 
@@ -184,6 +192,7 @@ class EngineLoop:
     def _one_pass(self) -> None:
         plan = self._admission.next_pass()
         self._hand_over(plan)
+        self.driver.capture.scheduled = None
         self._pass_started = time.monotonic()
         try:
             finished = self.driver.step()
@@ -208,7 +217,8 @@ class EngineLoop:
         """Compare what ran with what was planned; the runner's own numbers are the truth."""
         ran = self.driver.capture.scheduled
         for request_id, tokens in plan.tokens.items():
-            found = ran.get(request_id, 0)
+            # Rows of a pass that could not be read have failed already.
+            found = tokens if ran is None else ran.get(request_id, 0)
             self._admission.ran(request_id, found)
             if found != tokens and self.strict_splits:
                 self._jobs[request_id][1].fail(
@@ -244,27 +254,23 @@ class EngineLoop:
         _settle(job.done, error)
 
     def _shut_down(self) -> None:
-        error = self._fatal or CaptureError("the engine was closed", code="engine_dead")
         self._closing = True
-        for job in {id(job): job for job, _ in self._jobs.values()}.values():
-            _settle(job.done, error)
-        self._jobs.clear()
-        self._refuse_waiting(error)
+        self._refuse_waiting()
         try:
             self.driver.close()
         except Exception:  # noqa: BLE001 (nothing waits for it any more)
             _log.exception("the engine did not shut down cleanly")
         del self.driver
 
-    def _refuse_waiting(self, error: CaptureError) -> None:
-        """Answer the commands that came too late: accepted jobs end with the error."""
+    def _refuse_waiting(self) -> None:
+        """Answer everybody: what came too late is accepted only to be refused with the rest."""
         while True:
             try:
                 self._commands.get_nowait()()
             except queue.Empty:
                 break
         for job in {id(job): job for job, _ in self._jobs.values()}.values():
-            _settle(job.done, error)
+            _settle(job.done, self._gone())
         self._jobs.clear()
 
 
@@ -275,8 +281,3 @@ def _settle(result: Future[Any], outcome: object) -> None:
             result.set_exception(outcome)
         else:
             result.set_result(outcome)
-
-
-def _describe(error: Exception) -> str:
-    text = str(error).splitlines()[0] if str(error) else ""
-    return f"{type(error).__name__}: {text}"

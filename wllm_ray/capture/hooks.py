@@ -8,6 +8,7 @@ recorded and fails the rows concerned.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from wllm_ray.capture.coverage import CaptureRow, ChunkCapture
 from wllm_ray.capture.topology import Residual, read_stream
 
 __all__ = ["BlockHooks", "Gather"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,11 @@ class BlockHooks:
             try:
                 _settle_layer(layer, layer_work)
             except Exception as error:  # noqa: BLE001 (a hook's fault must not reach the engine)
-                _fail(layer_work.gathers, f"block {layer}: {_name(error)}")
+                _log.error("the hook of block %d failed", layer, exc_info=error)
+                _fail(
+                    layer_work.gathers,
+                    f"the hook of block {layer} raised {type(error).__name__}; the log has more",
+                )
 
     def _hook_for(self, layer: int) -> Any:
         def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
@@ -199,7 +206,3 @@ def _fail(gathers: Iterable[Gather], message: str) -> None:
     for gather in gathers:
         for row in gather.owners:
             row.fail("hook_failed", message)
-
-
-def _name(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -15,13 +15,14 @@ class PassCapture:
     """Captures reserved rows in every pass. Belongs to the engine's thread alone.
 
     Attributes:
-        scheduled: Request id → tokens in the last pass, as the runner had them.
+        scheduled: Request id → tokens in the last pass, as the runner had them; None where the pass
+            could not be read.
     """
 
     def __init__(self, hooks: BlockHooks) -> None:
         self.hooks = hooks
         self.router = Router()
-        self.scheduled: dict[str, int] = {}
+        self.scheduled: dict[str, int] | None = None
         self._rows: dict[str, CaptureRow] = {}
 
     def reserve(self, row: CaptureRow) -> None:

@@ -22,6 +22,19 @@ __all__ = ["BuiltConfig", "EngineOptions", "build_config"]
 _EXTENSION = "wllm_ray.capture.vllm_worker.CaptureExtension"
 _CPU_BLOCK_SIZE = 32
 _MIN_SPLIT_TOKENS = 16
+_PARALLELISM = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+# Arguments of vLLM that capture sets itself, or that would break what it proves.
+_OURS = {
+    "async_scheduling",
+    "enable_chunked_prefill",
+    "enable_lora",
+    "enable_prefix_caching",
+    "enforce_eager",
+    "max_num_batched_tokens",
+    "scheduler_cls",
+    "speculative_config",
+    "worker_extension_cls",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +63,11 @@ class EngineOptions:
             NotOfferedError: Tensor or pipeline parallelism above 1.
             InvalidInputError: A size that cannot be used.
         """
-        if self.tensor_parallel_size != 1 or self.pipeline_parallel_size != 1:
+        parallel = {name: self.vllm_args.get(name, getattr(self, name, 1)) for name in _PARALLELISM}
+        if set(parallel.values()) != {1}:
             raise NotOfferedError(
-                f"capture runs at tensor and pipeline parallelism 1, found "
-                f"{self.tensor_parallel_size} and {self.pipeline_parallel_size}; run more replicas "
-                "instead",
+                f"capture runs without parallelism inside one engine, found {parallel}; run more "
+                "replicas instead",
                 code="parallelism_not_offered",
             )
         if self.prefill_split_tokens < _MIN_SPLIT_TOKENS:
@@ -62,6 +75,12 @@ class EngineOptions:
                 f"prefill_split_tokens must be at least {_MIN_SPLIT_TOKENS}, found "
                 f"{self.prefill_split_tokens}",
                 code="invalid_argument",
+            )
+        if taken := sorted(self.vllm_args.keys() & _OURS):
+            raise NotOfferedError(
+                f"vllm_args may not set {', '.join(taken)}: capture depends on it; what can be "
+                "chosen is an argument of the engine itself",
+                code="feature_not_offered",
             )
         for name in ("max_num_seqs", "threads", "max_model_len"):
             value = getattr(self, name)
@@ -129,7 +148,8 @@ def _dtype(options: EngineOptions) -> str:
 
     if options.dtype != "auto":
         return options.dtype
-    config = get_config(options.model, trust_remote_code=False, revision=options.revision)
+    trust = bool(options.vllm_args.get("trust_remote_code", False))
+    config = get_config(options.model, trust_remote_code=trust, revision=options.revision)
     saved = config.get_text_config().dtype
     return "float32" if saved in (torch.float32, "float32") else "auto"
 

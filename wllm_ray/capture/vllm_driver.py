@@ -125,8 +125,7 @@ class VLLMDriver:
         self._wants_logprobs = False
         if not ran:
             raise CaptureError(
-                "the scheduler ran no token although requests are waiting; the replica must be "
-                "replaced",
+                "the scheduler ran no token although requests are waiting",
                 code="engine_dead",
             )
         finished = [one for group in outputs.values() for one in group.outputs if one.finished]

@@ -34,7 +34,7 @@ from wllm_ray.capture.vllm_facts import (
     library_versions,
     vllm_version,
 )
-from wllm_ray.errors import CaptureError, WLLMError
+from wllm_ray.errors import CaptureError, InvalidInputError, WLLMError
 from wllm_ray.records import (
     CapturedChunk,
     CaptureTask,
@@ -123,6 +123,12 @@ class VLLMEngine:
             vllm_args=vllm_args or {},
         )
         options.check()
+        if allow_unprofiled_vllm and not selftest:
+            raise InvalidInputError(
+                "allow_unprofiled_vllm needs the self-test, which is all that speaks for such a "
+                "vLLM",
+                code="invalid_argument",
+            )
         self._request_numbers = itertools.count()
         self._loop = EngineLoop(lambda: build_driver(options), progress_limit_s=progress_limit_s)
         _start(self._loop)
@@ -292,12 +298,13 @@ _NOT_TESTED = SelfTestReport(
 
 
 def _start(loop: EngineLoop) -> None:
-    """Build the engine; foreign errors become one of ours, with the cause kept."""
+    """Build the engine; foreign errors become one of ours, with the cause kept but not quoted."""
     try:
         loop.start()
     except WLLMError:
         raise
     except Exception as error:
         raise CaptureError(
-            f"vLLM could not load the model: {type(error).__name__}: {error}", code="capture_failed"
+            f"vLLM could not load the model ({type(error).__name__}); the log has more",
+            code="capture_failed",
         ) from error

@@ -175,7 +175,9 @@ def _guarded(capture: PassCapture, action: Callable[[], None]) -> None:
         action()
     except Exception as error:  # noqa: BLE001 (as the docstring says)
         _log.exception("a forward pass could not be read")
-        capture.fail_all(f"a forward pass could not be read: {type(error).__name__}: {error}")
+        capture.fail_all(
+            f"a forward pass could not be read ({type(error).__name__}); the log has more"
+        )
 
 
 def _read_v1(runner: Any, _: Any, scheduler_output: Any, num_scheduled: Any) -> Pass:

@@ -39,8 +39,11 @@ _MORE_CODES: dict[type[WLLMError], tuple[str, ...]] = {
         "layer_out_of_range",
         "invalid_argument",
     ),
-    NotOfferedError: tuple(code for code in ERROR_CODES if code.endswith("_not_offered")),
-    NotAcceptableError: ("media_type_not_offered", "failures_not_representable"),
+    NotOfferedError: (
+        *(code for code in ERROR_CODES if code.endswith("_not_offered")),
+        "failures_not_representable",
+    ),
+    NotAcceptableError: (),
     NotFoundError: ("model_not_found", "object_not_found", "route_not_found"),
     ConflictError: ("dataset_immutable", "mixed_fingerprints", "single_writer_root"),
     TooLargeError: ("body_too_large",),

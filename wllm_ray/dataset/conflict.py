@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from wllm_ray.dataset.documents import read_receipt
 from wllm_ray.dataset.layout import folder, manifest_key, receipt_key
-from wllm_ray.dataset.manifest import DatasetSpec, read_receipt
+from wllm_ray.dataset.manifest import DatasetSpec
 from wllm_ray.dataset.shard import decode_rows
 from wllm_ray.dataset.store import Store
 from wllm_ray.errors import ConflictError

@@ -12,8 +12,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from wllm_ray.dataset.documents import read_manifest
 from wllm_ray.dataset.layout import DATASETS, MANIFEST_NAME, folder, manifest_key, spec_key
-from wllm_ray.dataset.manifest import FileEntry, Manifest, read_manifest
+from wllm_ray.dataset.manifest import FileEntry, Manifest
 from wllm_ray.dataset.rowtable import read_rows
 from wllm_ray.dataset.shard import npy_array, sha256_and_finite
 from wllm_ray.dataset.staged import expect_size

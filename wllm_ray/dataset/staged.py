@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 
+from wllm_ray.dataset.documents import read_receipt, read_spec
 from wllm_ray.dataset.layout import (
     MANIFEST_NAME,
     SPEC_NAME,
@@ -15,7 +16,7 @@ from wllm_ray.dataset.layout import (
     receipt_shard,
     spec_key,
 )
-from wllm_ray.dataset.manifest import DatasetSpec, FileEntry, Receipt, read_receipt, read_spec
+from wllm_ray.dataset.manifest import DatasetSpec, FileEntry, Receipt
 from wllm_ray.dataset.store import Store
 from wllm_ray.errors import IntegrityError, NotFoundError
 

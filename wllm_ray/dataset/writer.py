@@ -10,11 +10,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from wllm_ray.dataset.assemble import AssembledShard, assemble_shard
 from wllm_ray.dataset.conflict import RowsOf, conflict
+from wllm_ray.dataset.documents import read_manifest, read_receipt
 from wllm_ray.dataset.layout import (
     FEATURES_SUFFIX,
     ROWS_SUFFIX,
@@ -31,8 +33,6 @@ from wllm_ray.dataset.manifest import (
     Receipt,
     build_manifest,
     document_bytes,
-    read_manifest,
-    read_receipt,
     spec_digest,
 )
 from wllm_ray.dataset.shard import (
@@ -199,8 +199,11 @@ def _write_files(
     shape = (assembled.feature_rows, len(spec.sites), spec.hidden_size)
     data: list[bytes | memoryview] = [npy_header(shape)]
     data += [memoryview(block.data) for block in assembled.features]
-    features = store.put_content(prefix, FEATURES_SUFFIX, data)
-    rows = store.put_content(prefix, ROWS_SUFFIX, encode_rows(assembled.outcomes))
+    # The features are written while the table is encoded; the receipt waits for both.
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(store.put_content, prefix, FEATURES_SUFFIX, data)
+        rows = store.put_content(prefix, ROWS_SUFFIX, encode_rows(assembled.outcomes))
+        features = writing.result()
     return (
         FileEntry(
             name=features.key.rpartition("/")[2],

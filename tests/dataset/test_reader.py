@@ -1,0 +1,296 @@
+"""What a dataset gives back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from dataset_builders import (
+    FAILED_ROW,
+    capture,
+    make_rows,
+    make_spec,
+    rows_of,
+    value_of,
+    write_dataset,
+)
+
+import wllm_ray
+from wllm_ray.dataset import files as files_module
+from wllm_ray.dataset.files import DatasetFiles, list_datasets
+from wllm_ray.dataset.reader import load_dataset
+from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.verify import inspect_dataset, verify_dataset
+from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard
+from wllm_ray.errors import InvalidInputError, NotFoundError
+
+pytestmark = pytest.mark.requirement("P-4")
+
+SITES = ("L0_resid_post", "L2_mlp_out")
+
+
+@pytest.fixture
+def rows():
+    return make_rows(14, failed=[FAILED_ROW, 7])
+
+
+@pytest.fixture
+def good(rows):
+    return [row for row in rows if row.failure is None]
+
+
+@pytest.fixture
+def dataset(store, root, rows):
+    write_dataset(store, rows)
+    return load_dataset(root, "d")
+
+
+@pytest.fixture
+def ragged(store, root, rows):
+    write_dataset(store, rows, dataset_id="ragged", position="all_prompt", sites=SITES)
+    return load_dataset(root, "ragged")
+
+
+@pytest.mark.requirement("D-10")
+def test_good_rows_in_request_order_with_everything_aligned(dataset, good):
+    assert len(dataset) == 12
+    assert dataset.row_ids == [row.id for row in good]
+    assert np.array_equal(dataset.features, [value_of(row.index) for row in good])
+    assert dataset.offsets.tolist() == list(range(13))
+    assert dataset.offsets.dtype == np.int64
+    assert dataset.request_digests == [row.request_digest for row in good]
+    for ids, row in zip(dataset.token_ids, good, strict=True):
+        assert ids.dtype == np.int32
+        assert np.array_equal(ids, row.token_ids)
+
+
+def test_metadata_comes_back_exactly(dataset):
+    assert dataset.metadata[1] == {"label": 0, "n": 10**30, "x": 1.0, "text": "\ud83d\u2028"}
+    assert isinstance(dataset.metadata[1]["x"], float)
+
+
+def test_failures_by_id_with_index(dataset, rows):
+    assert list(dataset.failures) == [rows[1].id, rows[7].id]
+    failure = dataset.failures[rows[7].id]
+    assert (failure.index, failure.code, failure.permanent) == (7, "too_long", True)
+    assert failure.message == "200 tokens, the model takes 128"
+
+
+def test_shapes(dataset, ragged):
+    assert dataset.features.shape == (12, 4)
+    assert dataset.features_3d.shape == (12, 1, 4)
+    assert ragged.features.shape == ragged.features_3d.shape == (35, 2, 4)
+    assert ragged.features.dtype == np.float32
+    assert "12 rows, 2 failed, 35 × L0_resid_post, L2_mlp_out × 4, tiny" in repr(ragged)
+
+
+def test_ragged_rows_by_offset(ragged, good):
+    for number, row in enumerate(good):
+        start, stop = ragged.offsets[number : number + 2]
+        expected = [
+            [value_of(row.index, position, site) for site in range(2)]
+            for position in range(len(row.token_ids))
+        ]
+        assert np.array_equal(ragged.features[start:stop], expected)
+
+
+def test_site_by_any_spelling(ragged, dataset):
+    second = ragged.site("blocks.2.hook_mlp_out")
+    assert np.array_equal(second, ragged.features_3d[:, 1])
+    assert np.array_equal(dataset.site("L1_block"), dataset.features)
+    with pytest.raises(InvalidInputError, match="does not have site L3_resid_post; it has") as e:
+        ragged.site("L3_resid_post")
+    assert e.value.code == "invalid_site"
+
+
+def test_one_site_of_many_shards_is_gathered_alone(ragged, root):
+    alone = load_dataset(root, "ragged").site("L2_mlp_out")  # afresh: nothing is gathered yet
+    assert alone.base.shape == (35, 1, 4)
+    assert np.array_equal(alone, ragged.features[:, 1])
+    assert np.array_equal(ragged.site("L2_mlp_out"), alone)
+    assert np.shares_memory(ragged.site("L2_mlp_out"), ragged.features)
+
+
+def test_arrays_are_read_only(dataset, ragged):
+    arrays = (dataset.features, ragged.features, dataset.offsets, ragged.site("L2_mlp_out"))
+    for array in arrays:
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+def one_shard(store, **options):
+    write_dataset(store, make_rows(14, failed=[1]), dataset_id="one", per_shard=99, **options)
+    return load_dataset(store, "one")
+
+
+def test_one_local_shard_is_mapped_and_not_copied(local):
+    dataset = one_shard(local)
+    base = dataset.features
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    assert isinstance(base, np.memmap)
+    assert np.shares_memory(dataset.features, dataset.site("L1_resid_post"))
+    assert np.shares_memory(dataset.features, next(iter(dataset.iter_batches(3))).features)
+
+
+def test_opening_reads_no_shard_file(local, rows, monkeypatch):
+    write_dataset(local, rows)
+    opened = []
+    monkeypatch.setattr(files_module, "_mapped", opened.append)
+    dataset = load_dataset(local, "d")
+    assert (len(dataset), dataset.manifest.shape, opened) == (12, (12, 1, 4), [])
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 12, 100])
+def test_batches_in_order(dataset, ragged, good, size):
+    for data, ids in (
+        (dataset, [row.id for row in good]),
+        (ragged, [row.id for row in good for _ in row.token_ids]),
+    ):
+        batches = list(data.iter_batches(size))
+        assert [len(batch.features) for batch in batches[:-1]] == [size] * (len(batches) - 1)
+        assert np.array_equal(np.concatenate([b.features for b in batches]), data.features)
+        assert [row_id for b in batches for row_id in b.row_ids] == ids
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_shuffled_batches_are_that_permutation(dataset, ragged, size):
+    for data in (dataset, ragged):
+        order = np.random.default_rng(7).permutation(len(data.features))
+        batches = list(data.iter_batches(size, shuffle=True, seed=7))
+        features = np.concatenate([b.features for b in batches])
+        assert np.array_equal(features, np.take(data.features, order, axis=0))
+        row = np.searchsorted(data.offsets, order, side="right") - 1
+        expected = [data.row_ids[one] for one in row]
+        assert [row_id for b in batches for row_id in b.row_ids] == expected
+        other = next(iter(data.iter_batches(100, shuffle=True, seed=8))).row_ids
+        assert other != expected
+
+
+def test_a_batch_holds_something(dataset):
+    with pytest.raises(InvalidInputError, match="found size 0"):
+        dataset.iter_batches(0)
+
+
+def test_select_in_the_order_asked(dataset, ragged, good):
+    ids = [good[11].id, good[0].id]
+    picked = dataset.select(ids)
+    assert picked.row_ids == ids
+    assert np.array_equal(picked.features, [value_of(13), value_of(0)])
+    tokens = ragged.select(ids)
+    assert tokens.row_ids == [ids[0]] * len(good[11].token_ids) + [ids[1]] * 2
+    assert tokens.features.shape == (len(tokens.row_ids), 2, 4)
+    assert dataset.select([]).features.shape == (0, 4)
+
+
+def test_select_says_why_a_row_is_not_there(dataset, rows):
+    with pytest.raises(InvalidInputError, match="it failed with too_long"):
+        dataset.select([rows[1].id])
+    with pytest.raises(InvalidInputError, match=r"row 'nobody' has no activation.*no such row"):
+        dataset.select(["nobody"])
+
+
+def test_arrow_table(dataset, ragged, good):
+    table = dataset.to_arrow()
+    table.validate(full=True)
+    assert table.column_names == ["id", "metadata", "token_ids", "L1_resid_post"]
+    assert table["id"].to_pylist() == [row.id for row in good]
+    assert np.array_equal(table["L1_resid_post"].to_pylist(), dataset.features)
+    tokens = ragged.to_arrow()
+    tokens.validate(full=True)
+    assert tokens.column_names[3:] == list(SITES)
+    for number, row in enumerate(tokens["L2_mlp_out"].to_pylist()):
+        start, stop = ragged.offsets[number : number + 2]
+        assert np.array_equal(row, ragged.features[start:stop, 1])
+
+
+def test_arrow_of_one_site_is_not_copied(local):
+    dataset = one_shard(local)
+    column = dataset.to_arrow()["L1_resid_post"].chunk(0)
+    assert column.values.buffers()[1].address == dataset.features.ctypes.data
+    assert pa.types.is_fixed_size_list(column.type)
+
+
+def test_torch_tensor(store, dataset):
+    torch = pytest.importorskip("torch")
+    tensor = dataset.to_torch()
+    assert tensor.dtype == torch.float32
+    assert np.array_equal(tensor.numpy(), dataset.features)
+    single = one_shard(store)
+    changed = single.to_torch()
+    changed += 1  # private memory: neither the file nor the dataset sees it
+    assert np.array_equal(changed.numpy(), single.features + 1)
+    assert single.verify().ok
+
+
+def test_no_good_row_at_all(store, root):
+    rows = make_rows(2, failed=[0, 1])
+    spec = make_spec(rows)
+    create_spec(store, spec)
+    stage_shard(store, spec, 0, rows, [])
+    commit_manifest(store, "d")
+    dataset = load_dataset(root, "d", verify="full")
+    assert (len(dataset), dataset.features.shape, dataset.row_ids) == (0, (0, 4), [])
+    assert list(dataset.iter_batches(4)) == []
+    assert dataset.to_arrow().num_rows == 0
+    assert len(dataset.failures) == 2
+
+
+def test_the_public_name(root, store, rows):
+    write_dataset(store, rows)
+    assert isinstance(wllm_ray.load_dataset(root, "d"), wllm_ray.ActivationDataset)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        wllm_ray.nothing  # noqa: B018 (the access is the test)
+
+
+def test_not_found_says_what_there_is(store, root, rows):
+    with pytest.raises(NotFoundError, match="committed there: none"):
+        load_dataset(root, "d")
+    write_dataset(store, rows, dataset_id="other")
+    with pytest.raises(NotFoundError, match="committed there: other") as error:
+        load_dataset(root, "d")
+    assert error.value.code == "dataset_not_found"
+    spec = make_spec(rows)
+    create_spec(store, spec)
+    part = rows_of(spec, rows, 0)
+    stage_shard(store, spec, 0, part, [capture(part, spec)])
+    with pytest.raises(NotFoundError, match=r"1 shard\(s\) are staged. Run the same job again"):
+        load_dataset(root, "d")
+    assert list_datasets(store) == ["other"]
+
+
+def test_bad_arguments(root):
+    with pytest.raises(InvalidInputError, match="found 'sometimes'"):
+        load_dataset(root, "d", verify="sometimes")
+    for dataset_id in ("../x", "", "a/b", "-x", "x" * 129, "d\n"):
+        with pytest.raises(InvalidInputError, match="a dataset id starts with"):
+            load_dataset(root, dataset_id)
+
+
+def test_verify_of_a_good_dataset(store, root, rows):
+    manifest = write_dataset(store, rows)
+    report = verify_dataset(root, "d")
+    assert (report.ok, report.faults, report.notes) == (True, (), ())
+    assert (report.files, report.bytes) == (2 + 3 * 5, manifest.bytes)
+    store.put("datasets/d/.tmp-host-1-1", b"half")
+    assert verify_dataset(root, "d").notes == ("datasets/d/.tmp-host-1-1: 4 bytes, no record",)
+
+
+def test_inspect(store, root, rows):
+    manifest = write_dataset(store, rows)
+    summary = inspect_dataset(root, "d")
+    assert summary["rows"] == 14
+    assert summary["rows_failed"] == 2
+    assert summary["shape"] == [12, 1, 4]
+    assert summary["content_sha256"] == manifest.content_sha256
+    assert summary["fingerprint"]["engine"] == "fake"
+
+
+def test_few_remote_shards_are_kept_in_memory(rows):
+    store = open_store("memory://many-shards")
+    manifest = write_dataset(store, rows, per_shard=1)
+    files = DatasetFiles(store, manifest, "lazy")
+    for shard in range(14):
+        files.features(shard)
+    assert list(files._kept) == [10, 11, 12, 13]
+    assert np.array_equal(files.features(2)[0, 0], value_of(2))

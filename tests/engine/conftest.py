@@ -1,0 +1,106 @@
+"""Real vLLM on the CPU, one engine after the other in this process; Transformers is the truth."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import numpy as np
+import pytest
+from reference import Reference
+from tiny_models import VOCAB, build_tiny_model
+
+from wllm_ray.capture.vllm_engine import VLLMEngine
+from wllm_ray.records import CaptureTask, ModelIdentity, TokenizerIdentity, TokenRow
+from wllm_ray.sites import HookSite
+
+SPLIT = 64
+
+# Not ours to mend: what vLLM and PyTorch say of their own code, while they are imported and run.
+_FOREIGN_WARNINGS = (
+    "ignore::FutureWarning",
+    "ignore::DeprecationWarning",
+    "ignore::UserWarning",
+    "ignore::ResourceWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "tests/engine" in str(item.path):
+            for line in _FOREIGN_WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(line))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """``tiny_model("qwen3")`` → its directory; built once."""
+    built = {}
+
+    def build(family):
+        if family not in built:
+            built[family] = build_tiny_model(family, tmp_path_factory.mktemp(family) / family)
+        return built[family]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def open_engine(tiny_model):
+    """``open_engine("qwen3", dtype="bfloat16")`` → a started engine; the caller closes it."""
+
+    def start(family, path=None, **options):
+        identity = ModelIdentity(name=f"tiny-{family}", revision="sha256:test")
+        tokenizer = TokenizerIdentity(
+            name=f"tiny-{family}", revision="sha256:test", chat_template_sha256=None
+        )
+        return VLLMEngine(
+            str(path or tiny_model(family)),
+            model_identity=identity,
+            tokenizer_identity=tokenizer,
+            **{"prefill_split_tokens": SPLIT, "max_num_seqs": 8} | options,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_model):
+    """``reference("qwen3")`` → Transformers in float32, one prompt at a time, without padding."""
+    loaded = {}
+
+    def load(family, dtype="float32"):
+        if (family, dtype) not in loaded:
+            loaded[family, dtype] = Reference(tiny_model(family), dtype)
+        return loaded[family, dtype]
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def engine(open_engine):
+    """One tiny Qwen3 for a module's tests: split at 64 tokens, 8 prompts in a pass."""
+    with open_engine("qwen3") as started:
+        yield started
+
+
+def prompts_of(lengths, seed=0):
+    """Random prompts of these lengths, as int32 arrays."""
+    random = np.random.default_rng(seed)
+    return [random.integers(3, VOCAB, length).astype(np.int32) for length in lengths]
+
+
+def task_of(prompts, layers=(0, 1, 2, 3), first_index=0):
+    """A task for the last prompt token of each prompt."""
+    return CaptureTask(
+        sites=tuple(HookSite(layer, "resid_post") for layer in layers),
+        position="last_prompt",
+        rows=tuple(TokenRow(first_index + i, ids) for i, ids in enumerate(prompts)),
+    )
+
+
+def relative_l2(found, expected):
+    """[...] relative L2 over the last axis, in float64."""
+    difference = np.linalg.norm(found.astype(np.float64) - expected, axis=-1)
+    return difference / np.linalg.norm(expected.astype(np.float64), axis=-1)

@@ -1,0 +1,271 @@
+"""An engine, a tokenizer and a whole application without a model.
+
+The engine's features are a pure function of a row's token ids, so any two ways to the same dataset
+must agree to the bit. Everything else of an application is real: service, coordinator, store, HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import socket
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import uvicorn
+from fastapi import FastAPI
+from numpy.typing import NDArray
+
+from wllm_ray.dataset.manifest import DatasetSpec, Manifest
+from wllm_ray.dataset.store import Store
+from wllm_ray.dataset.writer import StageResult, commit_manifest, stage_shard
+from wllm_ray.extraction import ExtractionLimits, ExtractionService
+from wllm_ray.http.api import build_api
+from wllm_ray.plan import Shard
+from wllm_ray.records import (
+    CapturedChunk,
+    CaptureTask,
+    EngineDescription,
+    Fingerprint,
+    ModelIdentity,
+    RowFailure,
+    SelfTestReport,
+    TokenizerIdentity,
+    TokenRow,
+)
+from wllm_ray.rows import ChatTemplateRefusedError
+from wllm_ray.sites import BLOCK_KINDS, HookSite
+
+MODEL = "fake-model"
+REVISION = "sha256:" + "1" * 64
+VOCAB_SIZE = 256
+MAX_MODEL_LEN = 64
+NUM_LAYERS = 4
+HIDDEN_SIZE = 8
+
+Fault = Callable[[TokenRow], RowFailure | None]
+
+
+class FakeTokenizer:
+    """UTF-8 bytes as ids; NUL bytes are dropped, so that a prompt can come to nothing."""
+
+    def __init__(self, *, has_template: bool = True) -> None:
+        self.identity = TokenizerIdentity(
+            name=MODEL,
+            revision=REVISION,
+            chat_template_sha256="2" * 64 if has_template else None,
+        )
+
+    def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
+        return [[byte for byte in prompt.encode() if byte] for prompt in prompts]
+
+    def encode_messages(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        known = {"system": "S", "user": "U", "assistant": "A"}
+        try:
+            text = "".join(f"<{known[one['role']]}>{one['content']}" for one in messages)
+        except KeyError as error:
+            raise ChatTemplateRefusedError from error
+        return list((text + "<A>").encode())
+
+
+def fake_features(token_ids: NDArray[np.int32], sites: Sequence[HookSite]) -> NDArray[np.float32]:
+    """[sites, hidden] float32, a pure function of the ids and the sites."""
+    vectors = []
+    for site in sites:
+        seed = hashlib.sha256(token_ids.astype("<i4").tobytes() + str(site).encode()).digest()
+        generator = np.random.default_rng(list(seed))
+        vectors.append(generator.standard_normal(HIDDEN_SIZE, dtype=np.float32))
+    return np.stack(vectors)
+
+
+def fake_description(**changes: Any) -> EngineDescription:
+    """What the fake engine says of itself; keyword arguments replace fields."""
+    fields: dict[str, Any] = {
+        "served_model_name": MODEL,
+        "model": ModelIdentity(name=MODEL, revision=REVISION),
+        "tokenizer": FakeTokenizer().identity,
+        "architecture": "FakeForCausalLM",
+        "num_layers": NUM_LAYERS,
+        "hidden_size": HIDDEN_SIZE,
+        "vocab_size": VOCAB_SIZE,
+        "max_model_len": MAX_MODEL_LEN,
+        "site_kinds": BLOCK_KINDS[:3],
+        "positions": ("last_prompt",),
+        "fingerprint": Fingerprint(
+            model_revision=REVISION,
+            tokenizer_revision=REVISION,
+            engine="fake",
+            engine_version="1",
+            engine_dtype="float32",
+            precision="native",
+            device="none",
+            threads=1,
+            prefill_split_tokens=64,
+            reproducibility="bitwise",
+        ),
+        "versions": {"fake": "1"},
+        "selftest": SelfTestReport(
+            passed=True,
+            checks={"hooks": "all fired"},
+            reproducibility="bitwise",
+            measured_relative_l2=0.0,
+            prompt_lengths=(8,),
+            residual="fake",
+            seconds=0.0,
+        ),
+    }
+    return EngineDescription(**fields | changes)
+
+
+@dataclass
+class FakeEngine:
+    """Implements :class:`wllm_ray.capture.protocol.Engine`, and counts what it ran.
+
+    Attributes:
+        fault: Row → why it fails; asked on every attempt.
+        delay_s: How long a chunk takes.
+        captured: Token ids → how often a row with these was captured.
+        tasks: How many chunks were run.
+    """
+
+    description: EngineDescription = field(default_factory=fake_description)
+    fault: Fault = lambda _row: None
+    delay_s: float = 0.0
+    captured: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    tasks: int = 0
+
+    async def extract_async(self, task: CaptureTask) -> CapturedChunk:
+        await asyncio.sleep(self.delay_s)
+        return self.extract(task)
+
+    def extract(self, task: CaptureTask) -> CapturedChunk:
+        self.tasks += 1
+        failures = {row.index: why for row in task.rows if (why := self.fault(row))}
+        good = [row for row in task.rows if row.index not in failures]
+        self.captured.update(tuple(row.token_ids.tolist()) for row in task.rows)
+        features = [fake_features(row.token_ids, task.sites) for row in good]
+        return CapturedChunk(
+            row_index=np.array([row.index for row in task.rows], np.int64),
+            lengths=np.array([row.index not in failures for row in task.rows], np.int64),
+            features=np.stack(features)
+            if features
+            else np.empty((0, len(task.sites), HIDDEN_SIZE), np.float32),
+            failures=failures,
+            description=self.description,
+            timings={"forward_s": 0.0},
+        )
+
+    def check(self) -> None:
+        """Always alive."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+
+class LocalBackend:
+    """Implements :class:`wllm_ray.extraction.Backend` in this process."""
+
+    def __init__(self, engine: FakeEngine, store: Store | None) -> None:
+        self.engine = engine
+        self._store = store
+
+    async def capture(self, task: CaptureTask) -> CapturedChunk:
+        return await self.engine.extract_async(task)
+
+    async def fetch(self, payload: CapturedChunk) -> CapturedChunk:
+        return payload
+
+    async def stage(
+        self, spec: DatasetSpec, shard: Shard, payloads: Sequence[CapturedChunk]
+    ) -> StageResult:
+        assert self._store is not None
+        return await asyncio.to_thread(
+            stage_shard, self._store, spec, shard.index, shard.rows, payloads
+        )
+
+    async def commit(self, dataset_id: str) -> Manifest:
+        assert self._store is not None
+        return await asyncio.to_thread(commit_manifest, self._store, dataset_id)
+
+
+class Application:
+    """A whole application over a fake engine; an ASGI app that records and can misbehave.
+
+    Attributes:
+        engine: Runs the chunks.
+        service: As in a deployment; set ``service.description`` to None for "not ready".
+        requests: (method, path) of every request.
+        before: Answers asked for by tests: called with each request's (method, path), returns
+            (status, headers, body) to answer in the application's place, or None.
+    """
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        *,
+        engine: FakeEngine | None = None,
+        tokenizer: FakeTokenizer | None = None,
+        limits: ExtractionLimits | None = None,
+        **api_options: Any,
+    ) -> None:
+        self.engine = engine or FakeEngine()
+        self.service = ExtractionService(
+            LocalBackend(self.engine, store),
+            tokenizer or FakeTokenizer(),
+            store=store,
+            limits=limits,
+        )
+        self.service.description = self.engine.description
+        self.requests: list[tuple[str, str]] = []
+        self.before: Callable[[str, str], tuple[int, dict[str, str], bytes] | None] = (
+            lambda _method, _path: None
+        )
+        self.api: FastAPI = build_api(
+            self.service, is_ready=lambda: self.service.description is not None, **api_options
+        )
+
+    async def __call__(
+        self,
+        scope: dict[str, Any],
+        receive: Callable[[], Awaitable[dict[str, Any]]],
+        send: Callable[[dict[str, Any]], Awaitable[None]],
+    ) -> None:
+        if scope["type"] == "http":
+            self.requests.append((scope["method"], scope["path"]))
+            canned = self.before(scope["method"], scope["path"])
+            if canned is not None:
+                status, headers, body = canned
+                raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+                await send({"type": "http.response.start", "status": status, "headers": raw})
+                await send({"type": "http.response.body", "body": body})
+                return
+        await self.api(scope, receive, send)
+
+
+@contextlib.contextmanager
+def serving(app: Any, port: int | None = None) -> Iterator[str]:
+    """Serve an ASGI app on a loopback port, in a thread; yields its base URL."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port or 0))
+    config = uvicorn.Config(app, log_level="error", lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=10)
+        listener.close()

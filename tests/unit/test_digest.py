@@ -1,0 +1,166 @@
+"""Canonical JSON and digests: values made by hand, by hashlib and by the json module."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wllm_ray.digest import (
+    canonical_json,
+    parse_json,
+    request_digest,
+    rows_digest,
+    sha256_hex,
+    shard_rows_digest,
+    token_digest,
+)
+from wllm_ray.errors import InvalidInputError
+
+pytestmark = pytest.mark.requirement("D-1")
+
+BY_HAND = [
+    (None, b"null"),
+    (True, b"true"),
+    (1, b"1"),
+    (1.0, b"1.0"),
+    (-0.0, b"-0.0"),
+    (1e16, b"1e+16"),
+    (0.1, b"0.1"),
+    (5e-324, b"5e-324"),
+    ("é🙂\u2028/", '"é🙂\u2028/"'.encode()),
+    ('"\\\b\f\n\r\t\0\x1f\x7f', b'"\\"\\\\\\b\\f\\n\\r\\t\\u0000\\u001f\x7f"'),
+    ("\ud83d", b'"\\ud83d"'),
+    ([], b"[]"),
+    ((1, [2]), b"[1,[2]]"),
+    ({}, b"{}"),
+    ({"b": 1, "a": 2, "B": 3, "é": 4}, '{"B":3,"a":2,"b":1,"é":4}'.encode()),
+]
+
+
+@pytest.mark.parametrize(("value", "expected"), BY_HAND)
+def test_canonical_json_by_hand(value, expected):
+    assert canonical_json(value) == expected
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=[])),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(json_values)
+def test_what_is_written_is_read_and_written_the_same(value):
+    data = canonical_json(value)
+    assert canonical_json(parse_json(data)) == data
+    assert json.loads(data) == parse_json(data)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.text())
+def test_scalars_survive_exactly(value):
+    assert repr(parse_json(canonical_json(value))) == repr(value)  # tells 0.0 from -0.0
+
+
+def test_integers_of_any_size_survive():
+    for digits in (30, 4_000, 5_000, 20_000):
+        text = "-" + "7" * digits
+        value = parse_json(text)
+        assert isinstance(value, int)
+        assert canonical_json([value]) == b"[" + text.encode() + b"]"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), [float("nan")]])
+def test_values_that_json_does_not_have(value):
+    with pytest.raises(InvalidInputError, match="no JSON form") as error:
+        canonical_json(value)
+    assert error.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize("value", [b"x", {1}, object(), np.float32(1)])
+def test_types_that_json_does_not_have(value):
+    with pytest.raises(TypeError, match="no canonical JSON form"):
+        canonical_json(value)
+
+
+@pytest.mark.requirement("L-6")
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (b'{"a":1,"a":1}', "key 'a' occurs twice"),
+        (b'{"x":{"\\u0061":1,"a":1}}', "key 'a' occurs twice"),
+        (b"[NaN]", "NaN is not JSON"),
+        (b"[-Infinity]", "-Infinity is not JSON"),
+        (b"[1e400]", "does not fit a 64-bit float"),
+        (b"\xff\xfe", "not UTF-8: byte 0"),
+        (b"{'a':1}", "not JSON: .* at line 1, column 2"),
+        (b"", "not JSON"),
+        (b"1 2", "not JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_what_is_not_strict_json(data, match):
+    with pytest.raises(InvalidInputError, match=match) as error:
+        parse_json(data)
+    assert error.value.code == "invalid_json"
+
+
+def test_a_byte_order_mark_is_not_json():
+    """Where one is allowed, at the beginning of an input file, its reader drops it."""
+    with pytest.raises(InvalidInputError, match=r"not JSON: .*BOM"):
+        parse_json(b'\xef\xbb\xbf{"a":1}')
+
+
+def test_the_message_never_quotes_the_text():
+    with pytest.raises(InvalidInputError) as error:
+        parse_json('{"secret prompt')
+    assert "secret" not in str(error.value)
+
+
+def test_token_digest_by_hand():
+    expected = hashlib.sha256(struct.pack("<3I", 1, 2, 2**31 - 1)).hexdigest()
+    assert token_digest([1, 2, 2**31 - 1]) == expected
+    assert token_digest(np.array([1, 2, 2**31 - 1], np.int32)) == expected
+    assert token_digest(np.array([1, 2, 2**31 - 1], ">i8")) == expected
+    assert token_digest([]) == hashlib.sha256(b"").hexdigest()
+
+
+def test_request_digest_by_hand():
+    text = b'{"content":{"prompt":"p"},"id":"i","identity":{"m":1},"metadata":{}}'
+    found = request_digest(row_id="i", content={"prompt": "p"}, metadata={}, identity={"m": 1})
+    assert found == hashlib.sha256(text).hexdigest()
+
+
+def test_request_digest_tells_apart_what_must_be():
+    base = {"row_id": "i", "content": {"prompt": "p"}, "metadata": {"n": 1}, "identity": {}}
+    changes = (
+        {},
+        {"row_id": "j"},
+        {"content": {"prompt": "q"}},
+        {"content": {"token_ids": [1]}},
+        {"metadata": {"n": 1.0}},
+        {"metadata": {"n": True}},
+        {"identity": {"position": "first"}},
+        {"row_id": "e\u0301"},
+        {"row_id": "\u00e9"},
+    )
+    assert len({request_digest(**(base | change)) for change in changes}) == len(changes)
+
+
+def test_digests_over_rows_by_hand():
+    first, second = sha256_hex(b"1"), sha256_hex(b"2")
+    raw = bytes.fromhex(first) + bytes.fromhex(second)
+    assert rows_digest([first, second]) == hashlib.sha256(raw).hexdigest()
+    assert rows_digest([]) == hashlib.sha256(b"").hexdigest()
+    text = f'["{first}","{second}","ok"]\n["{second}",null,"too_long"]\n'.encode()
+    found = shard_rows_digest([(first, second, "ok"), (second, None, "too_long")])
+    assert found == hashlib.sha256(text).hexdigest()

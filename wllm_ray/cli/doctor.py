@@ -1,0 +1,70 @@
+"""``wllm doctor``: whether this machine can do the work, and what to do if not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wllm_ray.cli.reporting import FAILED, print_json, reports_errors
+
+if TYPE_CHECKING:
+    from wllm_ray.doctor import Check
+
+__all__ = ["doctor"]
+
+MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+
+
+@reports_errors
+def doctor(  # noqa: PLR0913 (the application's own settings)
+    *,
+    model: Annotated[
+        str | None, typer.Option(help="Model directory, or a name on the hub.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="As the application has it.")
+    ] = None,
+    storage_root: Annotated[str | None, typer.Option(help="Where datasets are committed.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs per replica.")] = 1,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory.")] = 0.9,
+    local_files_only: Annotated[bool, typer.Option(help="The model must be here already.")] = False,
+    runtime_mode: Annotated[str, typer.Option(help="What the application runs.")] = "activations",
+    capture_mode: Annotated[str, typer.Option(help="When activations are taken.")] = "replay",
+    dashboard_url: Annotated[str, typer.Option(help="Ray's dashboard.")] = "http://127.0.0.1:8265",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line instead of text.")] = False,
+) -> None:
+    """Check versions, device, memory, model files, storage and Ray with the given settings.
+
+    Exits with 0 when no check fails, else 2. Nothing is changed, but for a small object that is
+    written to the storage root and removed again.
+    """
+    from wllm_ray.doctor import Settings, run_checks
+
+    checks = run_checks(
+        Settings(
+            model=model,
+            served_model_name=served_model_name,
+            storage_root=storage_root,
+            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            local_files_only=local_files_only,
+            runtime_mode=runtime_mode,
+            capture_mode=capture_mode,
+            dashboard_url=dashboard_url,
+        )
+    )
+    failed = [check for check in checks if check.status == "fail"]
+    if as_json:
+        print_json({"ok": not failed, "checks": [check.to_json() for check in checks]})
+    else:
+        _print(checks)
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+def _print(checks: list[Check]) -> None:
+    for check in checks:
+        typer.echo(f"{MARKS[check.status]}  {check.name}: {check.found}")
+        if check.advice:
+            typer.echo(f"      → {check.advice}")

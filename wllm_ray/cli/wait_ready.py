@@ -1,0 +1,51 @@
+"""``wllm wait-ready``: return when the application can work, or say why it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from wllm_ray.cli.reporting import reports_errors, say
+
+__all__ = ["wait_until_ready"]
+
+
+@reports_errors
+def wait_until_ready(
+    *,
+    base_url: Annotated[
+        str, typer.Option(help="Where the application listens.")
+    ] = "http://127.0.0.1:8000",
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait.")] = 600.0,
+    dashboard_url: Annotated[
+        str, typer.Option(help="Ray's dashboard, asked why an application does not start.")
+    ] = "http://127.0.0.1:8265",
+    dashboard_token: Annotated[
+        str | None,
+        typer.Option(envvar="RAY_AUTH_TOKEN", help="Where the cluster asks for a token."),
+    ] = None,
+) -> None:
+    """Wait until at least one replica has passed its self-test.
+
+    Ends early, with Ray's own message, when the application has failed to start.
+    """
+    asyncio.run(_wait(base_url, timeout, dashboard_url, dashboard_token))
+    say(f"{base_url} is ready")
+
+
+async def _wait(base_url: str, timeout_s: float, dashboard_url: str, token: str | None) -> None:
+    from httpx import URL
+
+    from wllm_ray.client.connection import Connection
+    from wllm_ray.client.ready import Dashboard, wait_ready
+
+    connection = Connection(base_url)
+    board = Connection(dashboard_url, api_key=token, timeout_s=5.0)
+    try:
+        prefix = URL(base_url).path.rstrip("/") or "/"
+        await wait_ready(connection, timeout_s, Dashboard(board, prefix))
+    finally:
+        await connection.close()
+        await board.close()

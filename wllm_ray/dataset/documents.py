@@ -1,0 +1,216 @@
+"""Read the three documents of a dataset, believing nothing.
+
+In this order: JSON, format and version, canonical form, keys and types, the document's own
+digest, then every count, range, name and order against every other. What :func:`read_manifest`
+returns has no contradiction left in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from wllm_ray.dataset.layout import FEATURES_SUFFIX, ROWS_SUFFIX, file_name
+from wllm_ray.dataset.manifest import (
+    FORMAT_VERSION,
+    DatasetSpec,
+    FileEntry,
+    Manifest,
+    Receipt,
+    ShardEntry,
+    content_digest,
+    manifest_digest,
+    spec_digest,
+)
+from wllm_ray.dataset.shard import NPY_DTYPE, npy_bytes
+from wllm_ray.digest import canonical_json, parse_json
+from wllm_ray.errors import IntegrityError, InvalidInputError
+
+__all__ = ["read_manifest", "read_receipt", "read_spec"]
+
+AnyDocument = TypeVar("AnyDocument", DatasetSpec, Receipt, Manifest)
+
+
+def read_spec(data: bytes) -> DatasetSpec:
+    """Read ``spec.json``.
+
+    Raises:
+        IntegrityError: Codes ``manifest_invalid`` and ``format_unknown``.
+    """
+    return _read(data, DatasetSpec)
+
+
+def read_receipt(data: bytes, spec: DatasetSpec, shard: int) -> Receipt:
+    """Read one receipt and check it against the spec it belongs to.
+
+    Raises:
+        IntegrityError: ``manifest_invalid``, ``format_unknown``, ``digest_mismatch`` (another
+            spec), ``name_invalid``, ``array_invalid`` or ``rows_inconsistent``.
+    """
+    receipt = _read(data, Receipt)
+    where = f"the receipt of shard {shard}"
+    if receipt.spec_sha256 != spec_digest(spec):
+        raise IntegrityError(
+            f"{where} was written for another spec (expected SHA-256 {spec_digest(spec)}, found "
+            f"{receipt.spec_sha256}); the folder mixes two datasets, use another dataset id",
+            code="digest_mismatch",
+        )
+    asked = spec.shards[shard]
+    expected = (shard, asked.first_row, asked.rows)
+    found = (receipt.shard, receipt.first_row, receipt.rows)
+    if found != expected:
+        _inconsistent(f"{where}: expected (shard, first row, rows) {expected}, found {found}")
+    _check_measured(receipt, len(spec.sites), spec.hidden_size)
+    return receipt
+
+
+def read_manifest(data: bytes) -> Manifest:
+    """Read ``manifest.json`` and prove that nothing in it contradicts anything else.
+
+    Raises:
+        IntegrityError: ``manifest_invalid``, ``format_unknown``, ``digest_mismatch``,
+            ``name_invalid``, ``array_invalid`` or ``rows_inconsistent``.
+    """
+    manifest = _read(data, Manifest)
+    _expect_digest("manifest_sha256", manifest.manifest_sha256, manifest_digest(manifest))
+    _check_counts(manifest)
+    for shard in manifest.shards:
+        _check_measured(shard, len(manifest.sites), manifest.hidden_size)
+    try:
+        spec = manifest.spec()
+    except ValidationError as error:
+        raise _invalid("wllm_ray.manifest", error) from None
+    _expect_digest("spec_sha256", manifest.spec_sha256, spec_digest(spec))
+    content = content_digest(spec, manifest.fingerprint, manifest.shards)
+    _expect_digest("content_sha256", manifest.content_sha256, content)
+    return manifest
+
+
+def _read(data: bytes, kind: type[AnyDocument]) -> AnyDocument:
+    name = kind.model_fields["format"].default
+    try:
+        value = parse_json(data)
+    except InvalidInputError as error:
+        raise IntegrityError(
+            f"expected a {name} document, found bytes that are {error.message}",
+            code="manifest_invalid",
+        ) from None
+    _check_format(value, name)
+    if canonical_json(value) != data:
+        raise IntegrityError(
+            f"the {name} document is not in canonical form, so it was edited or re-saved; "
+            f"restore the original",
+            code="manifest_invalid",
+        )
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise _invalid(name, error) from None
+
+
+def _check_format(value: Any, name: str) -> None:
+    if not isinstance(value, dict):
+        raise IntegrityError(
+            f"expected a {name} object, found {type(value).__name__}", code="manifest_invalid"
+        )
+    found = (value.get("format"), value.get("format_version"))
+    if found != (name, FORMAT_VERSION) or isinstance(found[1], bool):
+        raise IntegrityError(
+            f"expected format {name!r} version {FORMAT_VERSION}, found {found[0]!r} version "
+            f"{found[1]!r}; a newer wllm_ray may read it",
+            code="format_unknown",
+        )
+
+
+def _invalid(name: str, error: ValidationError) -> IntegrityError:
+    problems = [
+        f"{'.'.join(map(str, one['loc'])) or 'document'}: {one['msg']}"
+        for one in error.errors(include_url=False, include_input=False, include_context=False)
+    ]
+    return IntegrityError(
+        f"the {name} document is not valid: {'; '.join(problems[:5])}",
+        code="manifest_invalid",
+        details={"problems": problems},
+    )
+
+
+def _expect_digest(name: str, found: str, expected: str) -> None:
+    if found != expected:
+        raise IntegrityError(
+            f"{name} is {found}, but the document's own content gives {expected}; the manifest "
+            f"was edited, restore the original",
+            code="digest_mismatch",
+        )
+
+
+def _check_counts(manifest: Manifest) -> None:
+    expected = {
+        "shape": (
+            sum(s.feature_rows for s in manifest.shards),
+            len(manifest.sites),
+            manifest.hidden_size,
+        ),
+        "rows": sum(s.rows for s in manifest.shards),
+        "rows_failed": sum(s.rows_failed for s in manifest.shards),
+        "rows_ok": sum(s.rows - s.rows_failed for s in manifest.shards),
+    }
+    for name, value in expected.items():
+        if getattr(manifest, name) != value:
+            _inconsistent(f"manifest {name} is {getattr(manifest, name)}, its shards give {value}")
+    numbers = [shard.shard for shard in manifest.shards]
+    if numbers != list(range(len(numbers))):
+        _inconsistent(f"shards are numbered {numbers[:5]}…, not from 0 in order")
+    expected_class = manifest.fingerprint.reproducibility if manifest.fingerprint else None
+    if manifest.reproducibility != expected_class:
+        _inconsistent("reproducibility differs from the fingerprint's")
+
+
+def _check_measured(measured: Receipt | ShardEntry, sites: int, hidden: int) -> None:
+    """Counts, names, shapes and sizes of one shard against each other."""
+    where = f"shard {measured.shard}"
+    good = measured.rows - measured.rows_failed
+    if good < 0 or measured.feature_rows < good or (good == 0) != (measured.feature_rows == 0):
+        _inconsistent(
+            f"{where}: {measured.rows_failed} of {measured.rows} rows failed, but there are "
+            f"{measured.feature_rows} feature rows"
+        )
+    if [entry.role for entry in measured.files] != ["features", "rows"]:
+        raise IntegrityError(
+            f"{where}: expected one features file and one rows file, in this order",
+            code="manifest_invalid",
+        )
+    for entry, suffix in zip(measured.files, (FEATURES_SUFFIX, ROWS_SUFFIX), strict=True):
+        _check_name(entry, measured.shard, suffix)
+    _check_features_entry(measured, (measured.feature_rows, sites, hidden))
+
+
+def _check_name(entry: FileEntry, shard: int, suffix: str) -> None:
+    expected = file_name(shard, entry.sha256, suffix)
+    if entry.name != expected:
+        raise IntegrityError(
+            f"shard {shard}: expected the plain file name {expected}, found {entry.name!a}",
+            code="name_invalid",
+        )
+
+
+def _check_features_entry(measured: Receipt | ShardEntry, shape: tuple[int, int, int]) -> None:
+    features, rows = measured.files
+    if features.shape != shape or features.dtype != NPY_DTYPE:
+        raise IntegrityError(
+            f"shard {measured.shard}: expected features of shape {shape} and dtype {NPY_DTYPE}, "
+            f"found {features.shape} and {features.dtype!a}",
+            code="array_invalid",
+        )
+    if features.bytes != npy_bytes(shape):
+        raise IntegrityError(
+            f"shard {measured.shard}: features of shape {shape} take {npy_bytes(shape)} bytes, "
+            f"but {features.bytes} are recorded",
+            code="size_mismatch",
+        )
+    if rows.shape is not None or rows.dtype is not None:
+        _inconsistent(f"shard {measured.shard}: the rows file has neither shape nor dtype")
+
+
+def _inconsistent(message: str) -> None:
+    raise IntegrityError(message, code="rows_inconsistent")
