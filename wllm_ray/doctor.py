@@ -245,7 +245,7 @@ def _weight_bytes(folder: Path) -> int | None:
     try:
         sizes = [_safetensors_bytes(path) for path in folder.glob("*.safetensors")]
         return sum(sizes) if sizes else _config_bytes(folder)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 

@@ -23,7 +23,14 @@ from wllm_ray.dataset.store import Store
 from wllm_ray.dataset.writer import create_spec, staged_shards
 from wllm_ray.errors import ConflictError, StorageError, TooLargeError, UnavailableError
 from wllm_ray.plan import Shard, ShardLimits, plan_shards
-from wllm_ray.records import CapturedChunk, CaptureTask, Chunk, EngineDescription, RowFailure
+from wllm_ray.records import (
+    CapturedChunk,
+    CaptureTask,
+    Chunk,
+    EngineDescription,
+    RowFailure,
+    RowRecord,
+)
 from wllm_ray.requests import Prepared, capture_task, prepare
 from wllm_ray.rows import Tokenizer
 from wllm_ray.schema import ActivationRequest, ActivationResponse
@@ -217,7 +224,7 @@ class ExtractionService(Generic[Payload]):
             task.exception()  # marks it as seen where nobody waits any more
 
     async def _run(self, spec: DatasetSpec, prepared: Prepared, store: Store) -> Manifest:
-        await asyncio.to_thread(create_spec, store, spec)
+        await asyncio.to_thread(create_spec, store, spec, rows_of=_rows_of(spec, prepared))
         done = await asyncio.to_thread(staged_shards, store, spec)
         shards = plan_shards(prepared.rows, spec.shards[0].rows)
         missing = (shard for shard in shards if shard.index not in done)
@@ -230,6 +237,16 @@ class ExtractionService(Generic[Payload]):
         if report.transient:
             raise rows_failed(prepared.rows, report.transient)
         return await self._backend.commit(spec.dataset_id)
+
+
+def _rows_of(spec: DatasetSpec, prepared: Prepared) -> Callable[[int], Sequence[RowRecord]]:
+    """The rows of a shard, so that a conflict can name those that differ."""
+
+    def rows_of(shard: int) -> Sequence[RowRecord]:
+        entry = spec.shards[shard]
+        return prepared.rows[entry.first_row : entry.first_row + entry.rows]
+
+    return rows_of
 
 
 def _failures(store: Store, dataset_id: str) -> dict[int, RowFailure]:

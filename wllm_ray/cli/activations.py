@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from wllm_ray.cli.options import LOCAL_APPLICATION, BaseUrl
 from wllm_ray.cli.reporting import DONE, ROWS_FAILED, print_json, reports_errors, say
 from wllm_ray.errors import InvalidInputError, WLLMError
 
@@ -21,48 +22,59 @@ __all__ = ["activations"]
 LISTED_FAILURES = 10
 
 
+Rows = Annotated[
+    Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="UTF-8 JSONL file.")
+]
+Model = Annotated[str, typer.Option(help="The served model's name.")]
+Output = Annotated[str, typer.Option(help="Storage root to write to: a folder or a URI.")]
+Layers = Annotated[
+    list[str] | None,
+    typer.Option(help="Zero-based blocks: `12`, `0,5,9` or `all`; may be repeated."),
+]
+SiteKind = Annotated[str, typer.Option(help="Site kind for --layer; `block` is resid_post.")]
+Sites = Annotated[
+    list[str] | None,
+    typer.Option("--hook-site", "--sites", help="Further sites by name: `L12_mlp_out`."),
+]
+Position = Annotated[str, typer.Option(help="Which token of a row.")]
+BatchSize = Annotated[str, typer.Option(help="Rows per request, or `auto`.")]
+RowsPerShard = Annotated[
+    int | None, typer.Option(min=1, max=1_048_576, help="Upper bound of a shard.")
+]
+DatasetId = Annotated[
+    str | None, typer.Option(help="Default: made from what is asked, so it is found again.")
+]
+Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Go on with what is there.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="WLLM_API_KEY", help="Better set in the environment: `ps` shows it."),
+]
+Patience = Annotated[
+    float, typer.Option(min=0, help="Seconds to wait for a server that went away.")
+]
+Timeout = Annotated[float, typer.Option(min=1, help="Seconds for one answer.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
+
+
 @reports_errors
 def activations(  # noqa: PLR0913 (one option per thing that can be asked)
-    rows: Annotated[
-        Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="UTF-8 JSONL file.")
-    ],
+    rows: Rows,
     *,
-    model: Annotated[str, typer.Option(help="The served model's name.")],
-    output: Annotated[str, typer.Option(help="Storage root to write to: a folder or a URI.")],
-    base_url: Annotated[
-        str, typer.Option(help="Where the application listens.")
-    ] = "http://127.0.0.1:8000",
-    layer: Annotated[
-        list[str] | None,
-        typer.Option(help="Zero-based blocks: `12`, `0,5,9` or `all`; may be repeated."),
-    ] = None,
-    site: Annotated[
-        str, typer.Option(help="Site kind for --layer; `block` is resid_post.")
-    ] = "block",
-    hook_site: Annotated[
-        list[str] | None,
-        typer.Option("--hook-site", "--sites", help="Further sites by name: `L12_mlp_out`."),
-    ] = None,
-    position: Annotated[str, typer.Option(help="Which token of a row.")] = "last_prompt",
-    batch_size: Annotated[str, typer.Option(help="Rows per request, or `auto`.")] = "auto",
-    rows_per_shard: Annotated[
-        int | None, typer.Option(min=1, max=1_048_576, help="Upper bound of a shard.")
-    ] = None,
-    dataset_id: Annotated[
-        str | None, typer.Option(help="Default: made from what is asked, so it is found again.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on with what is there.")
-    ] = True,
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="WLLM_API_KEY", help="Better set in the environment: `ps` shows it."),
-    ] = None,
-    patience: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for a server that went away.")
-    ] = 300.0,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one answer.")] = 600.0,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    model: Model,
+    output: Output,
+    base_url: BaseUrl = LOCAL_APPLICATION,
+    layer: Layers = None,
+    site: SiteKind = "block",
+    hook_site: Sites = None,
+    position: Position = "last_prompt",
+    batch_size: BatchSize = "auto",
+    rows_per_shard: RowsPerShard = None,
+    dataset_id: DatasetId = None,
+    resume: Resume = True,
+    api_key: ApiKey = None,
+    patience: Patience = 300.0,
+    timeout: Timeout = 600.0,
+    quiet: Quiet = False,
 ) -> None:
     """Capture activations of the rows in a file and write them as a dataset here.
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from wllm_ray.cli.options import AsJson
 from wllm_ray.cli.reporting import FAILED, print_json, reports_errors, say
 from wllm_ray.errors import InvalidInputError
 
@@ -15,7 +16,6 @@ Root = Annotated[
     str, typer.Argument(help="Storage root; or, alone, the path ROOT/datasets/DATASET_ID.")
 ]
 DatasetId = Annotated[str | None, typer.Argument(help="The dataset's id.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON line instead of text.")]
 
 
 @reports_errors

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from wllm_ray.cli.options import LOCAL_DASHBOARD, AsJson
 from wllm_ray.cli.reporting import FAILED, print_json, reports_errors
 
 if TYPE_CHECKING:
@@ -16,23 +17,30 @@ __all__ = ["doctor"]
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
+Model = Annotated[str | None, typer.Option(help="Model directory, or a name on the hub.")]
+ServedName = Annotated[str | None, typer.Option(help="What callers write as `model`.")]
+StorageRoot = Annotated[str | None, typer.Option(help="Where datasets are committed.")]
+TensorParallel = Annotated[int, typer.Option(help="GPUs per replica.")]
+GpuMemory = Annotated[float, typer.Option(help="Share of the GPU's memory.")]
+LocalFiles = Annotated[bool, typer.Option(help="The model must be here already.")]
+RuntimeMode = Annotated[str, typer.Option(help="What the application runs.")]
+CaptureMode = Annotated[str, typer.Option(help="When activations are taken.")]
+DashboardUrl = Annotated[str, typer.Option(help="Ray's dashboard.")]
+
+
 @reports_errors
 def doctor(  # noqa: PLR0913 (the application's own settings)
     *,
-    model: Annotated[
-        str | None, typer.Option(help="Model directory, or a name on the hub.")
-    ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="As the application has it.")
-    ] = None,
-    storage_root: Annotated[str | None, typer.Option(help="Where datasets are committed.")] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs per replica.")] = 1,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory.")] = 0.9,
-    local_files_only: Annotated[bool, typer.Option(help="The model must be here already.")] = False,
-    runtime_mode: Annotated[str, typer.Option(help="What the application runs.")] = "activations",
-    capture_mode: Annotated[str, typer.Option(help="When activations are taken.")] = "replay",
-    dashboard_url: Annotated[str, typer.Option(help="Ray's dashboard.")] = "http://127.0.0.1:8265",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON line instead of text.")] = False,
+    model: Model = None,
+    served_model_name: ServedName = None,
+    storage_root: StorageRoot = None,
+    tensor_parallel_size: TensorParallel = 1,
+    gpu_memory_utilization: GpuMemory = 0.9,
+    local_files_only: LocalFiles = False,
+    runtime_mode: RuntimeMode = "activations",
+    capture_mode: CaptureMode = "replay",
+    dashboard_url: DashboardUrl = LOCAL_DASHBOARD,
+    as_json: AsJson = False,
 ) -> None:
     """Check versions, device, memory, model files, storage and Ray with the given settings.
 

@@ -7,25 +7,29 @@ from typing import Annotated
 
 import typer
 
+from wllm_ray.cli.options import LOCAL_APPLICATION, LOCAL_DASHBOARD, BaseUrl
 from wllm_ray.cli.reporting import reports_errors, say
 
 __all__ = ["wait_until_ready"]
 
 
+Timeout = Annotated[float, typer.Option(min=0, help="Seconds to wait.")]
+DashboardUrl = Annotated[
+    str, typer.Option(help="Ray's dashboard, asked why an application does not start.")
+]
+DashboardToken = Annotated[
+    str | None,
+    typer.Option(envvar="RAY_AUTH_TOKEN", help="Where the cluster asks for a token."),
+]
+
+
 @reports_errors
 def wait_until_ready(
     *,
-    base_url: Annotated[
-        str, typer.Option(help="Where the application listens.")
-    ] = "http://127.0.0.1:8000",
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait.")] = 600.0,
-    dashboard_url: Annotated[
-        str, typer.Option(help="Ray's dashboard, asked why an application does not start.")
-    ] = "http://127.0.0.1:8265",
-    dashboard_token: Annotated[
-        str | None,
-        typer.Option(envvar="RAY_AUTH_TOKEN", help="Where the cluster asks for a token."),
-    ] = None,
+    base_url: BaseUrl = LOCAL_APPLICATION,
+    timeout: Timeout = 600.0,
+    dashboard_url: DashboardUrl = LOCAL_DASHBOARD,
+    dashboard_token: DashboardToken = None,
 ) -> None:
     """Wait until at least one replica has passed its self-test.
 

