@@ -131,6 +131,8 @@ class FakeEngine:
         delay_s: How long a chunk takes.
         captured: Token ids → how often a row with these was captured.
         tasks: How many chunks were run.
+        running: How many chunks are being run.
+        cancelled: How many were given up.
     """
 
     description: EngineDescription = field(default_factory=fake_description)
@@ -138,9 +140,18 @@ class FakeEngine:
     delay_s: float = 0.0
     captured: Counter[tuple[int, ...]] = field(default_factory=Counter)
     tasks: int = 0
+    running: int = 0
+    cancelled: int = 0
 
     async def extract_async(self, task: CaptureTask) -> CapturedChunk:
-        await asyncio.sleep(self.delay_s)
+        self.running += 1
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
         return self.extract(task)
 
     def extract(self, task: CaptureTask) -> CapturedChunk:

@@ -151,7 +151,8 @@ class Coordinator(Generic[Payload]):
                 while shard := await self._next_shard(source):
                     group.create_task(self._run_shard(shard, batch_size, report))
         except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            first = _first(errors)
+            raise first from first.__cause__
         return report
 
     async def _next_shard(self, source: Iterator[Shard]) -> Shard | None:

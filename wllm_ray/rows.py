@@ -39,7 +39,7 @@ __all__ = [
 
 MAX_ID_BYTES = 512
 MAX_METADATA_BYTES = 64 * 1024
-MAX_METADATA_DEPTH = 32
+MAX_DEPTH = 32
 # A message that lists more would not be read; the count says how many there are.
 MAX_LISTED_PROBLEMS = 50
 
@@ -113,8 +113,8 @@ def _check_id(value: Any) -> str | None:
 def _check_metadata(value: Any) -> str | None:
     if not isinstance(value, dict):
         return f"`metadata` must be an object, found {type(value).__name__}"
-    if _too_deep(value, MAX_METADATA_DEPTH):
-        return f"`metadata` is nested more than {MAX_METADATA_DEPTH} deep"
+    if _too_deep(value, MAX_DEPTH):
+        return f"`metadata` is nested more than {MAX_DEPTH} deep"
     if (size := len(canonical_json(value))) > MAX_METADATA_BYTES:
         return f"`metadata` must be at most {MAX_METADATA_BYTES} bytes of JSON, found {size}"
     return None
@@ -125,7 +125,8 @@ def _check_content(key: str, value: Any) -> str | None:
         good, want = isinstance(value, str), "a string"
     elif key == "messages":
         good = isinstance(value, list) and all(isinstance(item, dict) for item in value)
-        want = "a list of objects"
+        want = f"a list of objects, nested at most {MAX_DEPTH} deep"
+        good = good and not _too_deep(value, MAX_DEPTH)
     else:
         good = isinstance(value, list) and all(type(item) is int for item in value)
         want = "a list of integers"
@@ -156,6 +157,17 @@ def check_row(value: Any) -> InputRow | str:
     return InputRow(id=value["id"], content={present[0]: value[present[0]]}, metadata=metadata)
 
 
+def _checked(number: int, value: Any) -> InputRow | RowProblem:
+    """Check one decoded row; values that JSON cannot say are a problem of the row as well."""
+    try:
+        row = check_row(value)
+    except InvalidInputError as error:
+        row = error.message
+    except TypeError as error:
+        row = f"`metadata` holds something that JSON cannot say ({error})"
+    return RowProblem(number, row) if isinstance(row, str) else row
+
+
 def read_jsonl(stream: BinaryIO) -> Iterator[tuple[int, InputRow | RowProblem]]:
     r"""Read rows from a JSONL byte stream, one line at a time.
 
@@ -172,10 +184,11 @@ def read_jsonl(stream: BinaryIO) -> Iterator[tuple[int, InputRow | RowProblem]]:
         if not line.strip(b" \t"):
             continue
         try:
-            row = check_row(parse_json(line))
+            value = parse_json(line)
         except InvalidInputError as error:
-            row = error.message
-        yield number, RowProblem(number, row) if isinstance(row, str) else row
+            yield number, RowProblem(number, error.message)
+        else:
+            yield number, _checked(number, value)
 
 
 def raise_problems(problems: Sequence[RowProblem], total: int | None = None) -> None:
@@ -232,13 +245,7 @@ def parse_rows(items: Iterable[tuple[int, InputRow | RowProblem]]) -> list[Input
 
 def parse_objects(values: Iterable[Any]) -> list[InputRow]:
     """As :func:`parse_rows`, for rows that are decoded already; "line" is the position from 1."""
-
-    def items() -> Iterator[tuple[int, InputRow | RowProblem]]:
-        for number, value in enumerate(values, start=1):
-            row = check_row(value)
-            yield number, RowProblem(number, row) if isinstance(row, str) else row
-
-    return parse_rows(items())
+    return parse_rows((number, _checked(number, value)) for number, value in enumerate(values, 1))
 
 
 def make_record(

@@ -16,13 +16,11 @@ from wllm_ray.sites import HookSite
 
 SPLIT = 64
 
-# Not ours to mend: what vLLM and PyTorch say of their own code, while they are imported and run.
+# Not ours to mend: what vLLM and its libraries say of their own code.
 _FOREIGN_WARNINGS = (
-    "ignore::FutureWarning",
-    "ignore::DeprecationWarning",
-    "ignore::UserWarning",
-    "ignore::ResourceWarning",
-    "ignore::pytest.PytestUnraisableExceptionWarning",
+    r"ignore:::vllm(\..*)?",
+    r"ignore:::torch(\..*)?",
+    r"ignore:::transformers(\..*)?",
 )
 
 

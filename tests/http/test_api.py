@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.fakes import HIDDEN_SIZE, MODEL, Application, FakeEngine, fake_description
+from tests.fakes import HIDDEN_SIZE, MODEL, Application, FakeEngine, fake_description, serving
 from wllm_ray.dataset.store import open_store
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import ERROR_CODES, UnavailableError
@@ -191,6 +191,21 @@ async def test_a_caller_that_leaves_does_not_take_the_commit_along(tmp_path):
     assert not (tmp_path / "datasets/d/manifest.json").exists()
     await until(lambda: not app.service._jobs)
     assert (tmp_path / "datasets/d/manifest.json").exists()
+
+
+@pytest.mark.requirement("R-7")
+async def test_a_caller_that_leaves_stops_an_inline_extraction():
+    app = Application(engine=FakeEngine(delay_s=30), max_concurrent_requests=1)
+    with serving(app) as address:
+        async with httpx.AsyncClient(base_url=address) as client:
+            task = asyncio.create_task(client.post(PATH, json=body()))
+            await until(lambda: app.engine.running)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: app.engine.cancelled)
+        app.engine.delay_s = 0
+        async with httpx.AsyncClient(base_url=address) as client:
+            assert (await client.post(PATH, json=body())).status_code == 200, "its place is free"
 
 
 @pytest.mark.requirement("D-10")

@@ -16,7 +16,7 @@ from wllm_ray.cli.reporting import reports_errors
 from wllm_ray.cli.serve import serve_command
 from wllm_ray.client import WLLMClient
 from wllm_ray.dataset.store import open_store
-from wllm_ray.doctor import GIB, Settings, run_checks
+from wllm_ray.doctor import Settings, run_checks
 from wllm_ray.errors import InvalidInputError, NotFoundError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -338,7 +338,20 @@ def test_a_model_larger_than_the_memory_fails(tmp_path, headers):
     check = checks(model=str(folder))["memory"]
     assert check.status == "fail"
     assert "GiB per replica" in check.found
-    assert GIB == 2**30
+
+
+@pytest.mark.requirement("L-1")
+@pytest.mark.parametrize(("share", "status"), [(0.9, "ok"), (0.1, "fail")])
+def test_with_a_gpu_its_memory_is_what_counts(tmp_path, monkeypatch, share, status):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Some GPU, 16384'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    folder = write_model(tmp_path / "m", parameters=10**9)
+    found = checks(model=str(folder), gpu_memory_utilization=share)
+    assert (found["device"].status, found["device"].found) == ("ok", "Some GPU (16 GiB)")
+    assert found["memory"].status == status
+    assert "of Some GPU" in found["memory"].found
 
 
 @pytest.mark.requirement("L-1")
@@ -351,7 +364,7 @@ def test_damaged_weights_are_no_crash(tmp_path, data):
 
 def fake_versions(monkeypatch, **versions: str) -> None:
     known = {name.replace("_", "-"): version for name, version in versions.items()}
-    monkeypatch.setattr("wllm_ray.doctor._version", known.get)
+    monkeypatch.setattr("wllm_ray.doctor.software.version_of", known.get)
 
 
 @pytest.mark.requirement("L-1", "C-12")

@@ -221,10 +221,11 @@ async def test_any_other_error_ends_the_job_alone_and_stops_the_rest(error):
 
 async def test_an_error_of_the_store_ends_the_job():
     async def stage(_shard, _payloads):
-        raise StorageError("disk full")
+        raise StorageError("disk full") from OSError(28, "no space")
 
-    with pytest.raises(StorageError, match="disk full"):
+    with pytest.raises(StorageError, match="disk full") as caught:
         await Coordinator(World().capture, stage).run(shards(3))
+    assert isinstance(caught.value.__cause__, OSError), "the cause is kept"
 
 
 async def test_an_error_of_the_source_ends_the_job():

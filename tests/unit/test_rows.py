@@ -155,6 +155,8 @@ def test_a_field_that_breaks_the_rules_is_named(row, message):
         ({}, "found none"),
         ({"messages": "x"}, "`messages` must be a list of objects"),
         ({"messages": ["x"]}, "`messages` must be a list of objects"),
+        ({"messages": [{"role": "user", "content": nested(31)}]}, "nested at most 32 deep"),
+        ({"messages": [{"role": "user", "content": nested(900)}]}, "nested at most 32 deep"),
         ({"token_ids": [1.0]}, "`token_ids` must be a list of integers"),
         ({"token_ids": [True]}, "`token_ids` must be a list of integers"),
         ({"token_ids": "1"}, "`token_ids` must be a list of integers"),
@@ -221,6 +223,19 @@ def test_messages_never_quote_the_prompt():
 def test_objects_follow_the_same_rules_with_their_position_as_the_line():
     with pytest.raises(InvalidInputError, match="line 2: `id` was used before, on line 1"):
         parse_objects([{"id": "a", "prompt": ""}, {"id": "a", "prompt": ""}])
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [({"k": float("nan")}, "NaN and Infinity"), ({"k": object()}, "JSON cannot say (object")],
+)
+def test_objects_that_json_cannot_say_are_listed_like_any_problem(metadata, message):
+    row = {"prompt": "", "metadata": metadata}
+    with pytest.raises(InvalidInputError) as caught:
+        parse_objects([{"id": "a"} | row, {"id": "b", "prompt": 1}])
+    problems = caught.value.details["problems"]
+    assert [one["line"] for one in problems] == [1, 2]
+    assert message in problems[0]["message"]
 
 
 # --- numbers --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from wllm_ray.errors import NotOfferedError
 __all__ = ["TESTED_VLLM", "check_vllm_version"]
 
 # Release → what was run with it. The catalogue in vllm_worker.py was read in these versions.
-TESTED_VLLM: dict[str, str] = {"0.32.0": "V1 model runner on CPU; V2 model runner read"}
+TESTED_VLLM: dict[str, str] = {"0.32.0": "V1 and V2 model runners on CPU"}
 
 
 def check_vllm_version(version: str, *, allow_unprofiled: bool) -> str:

