@@ -158,7 +158,7 @@ async def test_a_dataset_is_committed_once_and_found_again(tmp_path):
     assert app.engine.captured.total() == ran == 2
 
 
-@pytest.mark.requirement("H-3", "S-3")
+@pytest.mark.requirement("S-3")
 async def test_the_same_request_twice_at_once_is_captured_once(tmp_path):
     app = Application(open_store(tmp_path), engine=FakeEngine(delay_s=0.05))
     request = body(persistence="dataset")
@@ -376,7 +376,7 @@ async def test_where_a_key_is_set_it_is_needed(headers, status):
             assert (await client.get(path)).status_code == 200
 
 
-@pytest.mark.requirement("H-4", "H-7")
+@pytest.mark.requirement("H-7")
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
