@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from deployments.args import AppArgs
+from wllm_ray.capture.gate import Gate
+from wllm_ray.capture.protocol import Engine
+from wllm_ray.errors import CaptureError
 from wllm_ray.records import CapturedChunk, CaptureTask, EngineDescription, ModelIdentity
 
-__all__ = ["ActivationReplica"]
+__all__ = ["ActivationReplica", "EngineLoader", "load_vllm_engine"]
+
+EngineLoader = Callable[[AppArgs, ModelIdentity], Engine]
+
+# Long enough for the answer that reports the death to leave the process.
+EXIT_DELAY_S = 1.0
+
+logger = logging.getLogger("ray.serve")
 
 
-def _load_engine(args: AppArgs, identity: ModelIdentity) -> Any:
+def load_vllm_engine(args: AppArgs, identity: ModelIdentity) -> Engine:
     """Import vLLM here, in the replica: its device is only known where Ray put it."""
     # Ray sets this from num_cpus before the replica starts, and torch reads it at import.
     os.environ["OMP_NUM_THREADS"] = str(args.threads or 1)
@@ -53,29 +64,54 @@ class ActivationReplica:
 
     The constructor returns only after the self-test has passed, so a replica that runs is one that
     was proven.
+
+    Args:
+        args: The application's arguments.
+        identity: The model, resolved once for all replicas.
+        load_engine: Makes the engine.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits constructors
-        self, args: AppArgs, identity: ModelIdentity
+        self, args: AppArgs, identity: ModelIdentity, load_engine: EngineLoader
     ) -> None:
-        # vLLM is built on a plain thread: a constructor here runs on the replica's event loop.
+        # The engine is built on a plain thread: a constructor here runs on the replica's loop.
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(max_workers=1) as pool:
-            self._engine = await loop.run_in_executor(pool, _load_engine, args, identity)
+            self._engine = await loop.run_in_executor(pool, load_engine, args, identity)
+        self._gate = Gate()
 
     async def describe(self) -> EngineDescription:
         """What this replica runs."""
-        description: EngineDescription = self._engine.description
-        return description
+        return self._engine.description
 
-    async def capture(self, task: CaptureTask) -> AsyncIterator[int | CapturedChunk]:
-        """Run a chunk; first the number of rows, then the chunk as an object of its own.
+    async def capture(self, task: CaptureTask, alone: bool) -> AsyncIterator[Any]:  # noqa: FBT001
+        """Run a chunk, in three steps that the caller can tell apart.
 
-        The small first item tells the caller that the chunk is done without pulling the arrays.
+        Args:
+            task: The chunk.
+            alone: Let nothing else run on this engine meanwhile.
+
+        Yields:
+            None when it is this chunk's turn, the number of rows when it is captured, then the
+            captured chunk as an object of its own: the small items tell the caller how far it is
+            without pulling the arrays.
         """
-        captured: CapturedChunk = await self._engine.extract_async(task)
+        async with self._gate.enter(alone=alone):
+            yield None
+            captured = await self._extract(task)
         yield len(captured.row_index)
         yield captured
+
+    async def _extract(self, task: CaptureTask) -> CapturedChunk:
+        try:
+            return await self._engine.extract_async(task)
+        except CaptureError as error:
+            if error.code == "engine_dead":
+                # A hard exit, since Ray takes a graceful one for intended. The health check
+                # would find out too, half a minute and many failed chunks later.
+                logger.error("the engine is dead; this replica exits so that Serve replaces it")  # noqa: TRY400
+                asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
+            raise
 
     async def check_health(self) -> None:
         """Raise where the engine is dead or stuck, so that Serve replaces this replica."""

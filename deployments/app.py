@@ -9,12 +9,12 @@ import ray
 from ray import serve
 from ray.serve import Application
 
-from deployments.activation import ActivationReplica
+from deployments.activation import ActivationReplica, EngineLoader, load_vllm_engine
 from deployments.args import AppArgs
 from deployments.ingress import REPLICA_DEPLOYMENT, Ingress
 from wllm_ray.capture.model_files import resolve_model
 
-__all__ = ["build_app"]
+__all__ = ["bind_app", "build_app"]
 
 
 def _gpus(args: AppArgs) -> int:
@@ -35,6 +35,11 @@ def build_app(args: AppArgs) -> Application:
     Args:
         args: From ``args:`` in the YAML file or ``key=value`` on the command line.
     """
+    return bind_app(args, load_vllm_engine)
+
+
+def bind_app(args: AppArgs, load_engine: EngineLoader) -> Application:
+    """As :func:`build_app`, with any engine."""
     # Resolved once, so that every replica of this application runs the same commit.
     identity = resolve_model(args.model, args.revision)
     replicas = serve.deployment(
@@ -59,4 +64,4 @@ def build_app(args: AppArgs) -> Application:
         graceful_shutdown_timeout_s=60,
         ray_actor_options={"num_cpus": 0},
     )
-    return ingress.bind(args, identity, replicas.bind(args, identity))
+    return ingress.bind(args, identity, replicas.bind(args, identity, load_engine))

@@ -44,16 +44,23 @@ _REPLICA_GONE = (
 def _translate(error: Exception, stage: str) -> WLLMError:
     """Foreign exceptions become ours here; the cause is kept, its text is not shown."""
     cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, WLLMError):
-        return cause
-    if isinstance(cause, _REPLICA_GONE):
+    if isinstance(cause, _REPLICA_GONE) or getattr(cause, "code", None) == "engine_dead":
         return UnavailableError(
             f"a replica or its data went away ({type(cause).__name__})",
             code="replica_lost",
             stage=stage,
         )
+    if isinstance(cause, WLLMError):
+        return cause
     kind = StorageError if stage in {"stage_shard", "commit_manifest"} else CaptureError
     return kind(f"{stage} failed with {type(cause).__name__}; the log has the cause", stage=stage)
+
+
+def _suspect(error: WLLMError, *, alone: bool) -> WLLMError:
+    """A death with nothing else in flight says something about the chunk."""
+    if not alone or error.code != "replica_lost":
+        return error
+    return UnavailableError(error.message, code="engine_died_alone", stage=error.stage)
 
 
 class RayBackend:
@@ -75,20 +82,23 @@ class RayBackend:
         description: EngineDescription = await self._describe.remote()
         return description
 
-    async def capture(self, task: CaptureTask) -> ObjectRef[CapturedChunk]:
+    async def capture(self, task: CaptureTask, *, alone: bool) -> ObjectRef[CapturedChunk]:
         """Run a chunk on a replica; the arrays stay in the object store.
 
         Raises:
             UnavailableError: The replica went away; another attempt may succeed.
             WLLMError: What the engine itself said.
         """
-        response = self._capture.remote(task)
+        response = self._capture.remote(task, alone)
+        its_turn = False
         try:
             references = await response._to_object_ref_gen()  # noqa: SLF001 (Serve's only way)
             await (await anext(references))
+            its_turn = True
+            await (await anext(references))
             chunk: ObjectRef[CapturedChunk] = await anext(references)
         except (RayError, BackPressureError, DeploymentUnavailableError) as error:
-            raise _translate(error, "capture") from error
+            raise _suspect(_translate(error, "capture"), alone=alone and its_turn) from error
         except BaseException:
             response.cancel()
             raise

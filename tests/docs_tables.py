@@ -48,7 +48,8 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
 def current(name: str) -> str:
     """The table as the document has it."""
     path, _ = TABLES[name]
-    match = re.search(rf"<!-- begin {name} -->\n(.*?)<!-- end {name} -->", path.read_text(), re.S)
+    block = rf"<!-- begin {name} -->\n(.*?)<!-- end {name} -->"
+    match = re.search(block, path.read_text(), re.DOTALL)
     assert match, f"{path} has no markers for the table {name!r}"
     return match[1].strip()
 

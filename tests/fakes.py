@@ -191,7 +191,7 @@ class LocalBackend:
         self.engine = engine
         self._store = store
 
-    async def capture(self, task: CaptureTask) -> CapturedChunk:
+    async def capture(self, task: CaptureTask, *, alone: bool = False) -> CapturedChunk:
         return await self.engine.extract_async(task)
 
     async def fetch(self, payload: CapturedChunk) -> CapturedChunk:

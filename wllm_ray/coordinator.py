@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, Protocol, TypeVar
 
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt
-from tenacity.wait import wait_random_exponential
-
 from wllm_ray.errors import UnavailableError
+from wllm_ray.isolation import Captured, ChunkRunner
 from wllm_ray.plan import Shard, plan_chunks
 from wllm_ray.records import Chunk, RowFailure, RowRecord
 
@@ -60,19 +58,6 @@ class FlowLimits:
 
 
 @dataclass(slots=True)
-class Captured(Generic[Payload]):
-    """What came back for a set of rows.
-
-    Attributes:
-        payloads: One per chunk that was captured, in row order.
-        failures: Row index → transient failure, for chunks that no replica could finish.
-    """
-
-    payloads: list[Payload] = field(default_factory=list)
-    failures: dict[int, RowFailure] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class JobReport:
     """What a run left behind.
 
@@ -94,20 +79,23 @@ class Coordinator(Generic[Payload]):
             once its attempts are used up.
         stage: Writes one shard from what was captured for it.
         limits: The bounds.
+        isolates: Whether ``capture`` can run a chunk alone on a replica, see
+            :mod:`wllm_ray.isolation`.
         on_chunk: Called with each chunk once it is captured; again where rows are retried.
     """
 
     def __init__(
         self,
-        capture: Callable[[Chunk], Awaitable[Payload]],
+        capture: Callable[[Chunk, bool], Awaitable[Payload]],
         stage: Callable[[Shard, Sequence[Payload]], Awaitable[Staged]] | None = None,
         *,
         limits: FlowLimits | None = None,
+        isolates: bool = False,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> None:
-        self._capture = capture
         self._stage = stage
         self._limits = limits or FlowLimits()
+        self._runner = ChunkRunner(capture, self._limits, isolates=isolates)
         self._on_chunk = on_chunk or (lambda _chunk: None)
         self._chunk_slots = asyncio.Semaphore(self._limits.chunks_in_flight)
         self._shard_slots = asyncio.Semaphore(self._limits.shards_in_flight)
@@ -132,8 +120,7 @@ class Coordinator(Generic[Payload]):
         chunks = plan_chunks(shard, runnable, batch_size)
         captured: Captured[Payload] = Captured()
         for part in await _gather([self._capture_chunk(chunk) for chunk in chunks]):
-            captured.payloads += part.payloads
-            captured.failures |= part.failures
+            captured.add(part)
         return captured
 
     async def run(
@@ -163,63 +150,59 @@ class Coordinator(Generic[Payload]):
     async def _run_shard(
         self, shard: Shard, batch_size: int | Literal["auto"], report: JobReport
     ) -> None:
-        assert self._stage is not None, "a coordinator without `stage` only captures"
         try:
-            captured = await self.capture_rows(shard.index, shard.rows, batch_size)
-            payloads, transient = captured.payloads, captured.failures
-            for attempt in range(1, self._limits.row_attempts + 1):
-                if not transient:
-                    transient = dict((await self._stage(shard, payloads)).transient)
-                if not transient or attempt == self._limits.row_attempts:
-                    break
-                again = await self.capture_rows(shard.index, _pick(shard, transient), batch_size)
-                payloads, transient = payloads + again.payloads, again.failures
+            transient = await self._capture_and_stage(shard, batch_size)
             report.transient |= transient
             if not transient:
                 report.staged.append(shard.index)
         finally:
             self._shard_slots.release()
 
-    async def _capture_chunk(self, chunk: Chunk) -> Captured[Payload]:
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(UnavailableError),
-            stop=stop_after_attempt(self._limits.attempts),
-            wait=wait_random_exponential(multiplier=0.5, max=self._limits.longest_backoff_s),
-            reraise=True,
-        )
-        async with self._chunk_slots:
-            try:
-                payload: Payload = await retrying(self._attempt, chunk)
-            except UnavailableError as error:
-                if error.code == "server_unreachable":
-                    raise  # no other chunk would fare better
-                failure = _as_row_failure(error)
-                return Captured(failures={row.index: failure for row in chunk.rows})
-        self._on_chunk(chunk)
-        return Captured(payloads=[payload])
+    async def _capture_and_stage(
+        self, shard: Shard, batch_size: int | Literal["auto"]
+    ) -> dict[int, RowFailure]:
+        """Write one shard, capturing rows again whose failure may pass; return what is left."""
+        wanted: Sequence[RowRecord] = shard.rows
+        payloads: list[Payload] = []
+        condemned: dict[int, RowFailure] = {}
+        for _ in range(self._limits.row_attempts):
+            captured = await self.capture_rows(shard.index, wanted, batch_size)
+            payloads += captured.payloads
+            condemned |= {i: f for i, f in captured.failures.items() if f.permanent}
+            transient = {i: f for i, f in captured.failures.items() if not f.permanent}
+            if not transient:
+                transient = await self._try_to_stage(_condemn(shard, condemned), payloads)
+            if not transient:
+                return {}
+            wanted = [row for row in shard.rows if row.index in transient]
+        return transient
 
-    async def _attempt(self, chunk: Chunk) -> Payload:
+    async def _try_to_stage(self, shard: Shard, payloads: list[Payload]) -> dict[int, RowFailure]:
+        """Stage; where what was captured is lost by then, forget it and want every row again."""
+        assert self._stage is not None, "a coordinator without `stage` only captures"
         try:
-            async with asyncio.timeout(self._limits.chunk_deadline_s) as deadline:
-                return await self._capture(chunk)
-        except TimeoutError:
-            if not deadline.expired():
+            return dict((await self._stage(shard, payloads)).transient)
+        except UnavailableError as error:
+            if error.code != "replica_lost":
                 raise
-            raise UnavailableError(
-                f"a chunk of {len(chunk.rows)} rows from row {chunk.first_row} did not finish "
-                f"within {self._limits.chunk_deadline_s:g} s",
-                code="deadline_exceeded",
-                stage="capture",
-            ) from None
+            payloads.clear()
+            lost = RowFailure.of("replica_lost", error.message)
+            return {row.index: lost for row in shard.rows if row.failure is None}
+
+    async def _capture_chunk(self, chunk: Chunk) -> Captured[Payload]:
+        async with self._chunk_slots:
+            captured = await self._runner.run(chunk)
+        if captured.payloads:
+            self._on_chunk(chunk)
+        return captured
 
 
-def _pick(shard: Shard, wanted: Mapping[int, RowFailure]) -> list[RowRecord]:
-    return [row for row in shard.rows if row.index in wanted]
-
-
-def _as_row_failure(error: UnavailableError) -> RowFailure:
-    code = "deadline_exceeded" if error.code == "deadline_exceeded" else "replica_lost"
-    return RowFailure.of(code, error.message)
+def _condemn(shard: Shard, failures: Mapping[int, RowFailure]) -> Shard:
+    """The shard with permanent failures that were found while capturing."""
+    if not failures:
+        return shard
+    rows = (replace(row, failure=failures.get(row.index, row.failure)) for row in shard.rows)
+    return replace(shard, rows=tuple(rows))
 
 
 def _first(errors: BaseException) -> BaseException:

@@ -89,6 +89,7 @@ ERROR_CODES: dict[str, str] = {
     "not_ready": "No replica has passed its self-test yet.",
     "overloaded": "Too many requests are waiting; Retry-After says when to come back.",
     "replica_lost": "The replica that held the chunk died, and retries are used up.",
+    "engine_died_alone": "The engine died while it ran a chunk alone; the chunk is suspect.",
     "deadline_exceeded": "The work did not finish within its deadline.",
     "server_unreachable": "The server did not answer.",
     "deploy_failed": "The application failed to start; the message quotes its log.",

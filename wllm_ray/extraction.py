@@ -46,8 +46,13 @@ FLOAT32_BYTES = 4
 class Backend(Protocol[Payload]):
     """What runs the work: a Ray application, or an engine in this process."""
 
-    async def capture(self, task: CaptureTask) -> Payload:
-        """Run a chunk. Raises UnavailableError where another attempt may succeed."""
+    async def capture(self, task: CaptureTask, *, alone: bool) -> Payload:
+        """Run a chunk, on a replica that runs nothing else meanwhile where ``alone`` says so.
+
+        Raises:
+            UnavailableError: Another attempt may succeed; ``engine_died_alone`` where the engine
+                died while it ran the chunk alone.
+        """
 
     async def fetch(self, payload: Payload) -> CapturedChunk:
         """Bring what was captured into this process."""
@@ -130,7 +135,7 @@ class ExtractionService(Generic[Payload]):
         """
         prepared = await self._prepare(request)
         self._check_inline_size(prepared)
-        coordinator = Coordinator(self._capturer(prepared), limits=self.limits.flow)
+        coordinator = Coordinator(self._capturer(prepared), limits=self.limits.flow, isolates=True)
         started = time.perf_counter()
         captured = await coordinator.capture_rows(0, prepared.rows, request.batch_size)
         chunks = [await self._backend.fetch(payload) for payload in captured.payloads]
@@ -193,10 +198,10 @@ class ExtractionService(Generic[Payload]):
             limits=limits,
         )
 
-    def _capturer(self, prepared: Prepared) -> Callable[[Chunk], Awaitable[Payload]]:
-        async def capture(chunk: Chunk) -> Payload:
+    def _capturer(self, prepared: Prepared) -> Callable[[Chunk, bool], Awaitable[Payload]]:
+        async def capture(chunk: Chunk, alone: bool) -> Payload:  # noqa: FBT001 (a callback)
             task = capture_task(prepared.sites, prepared.position, chunk.rows)
-            return await self._backend.capture(task)
+            return await self._backend.capture(task, alone=alone)
 
         return capture
 
@@ -232,7 +237,9 @@ class ExtractionService(Generic[Payload]):
         async def stage(shard: Shard, payloads: Sequence[Payload]) -> Staged:
             return await self._backend.stage(spec, shard, payloads)
 
-        coordinator = Coordinator(self._capturer(prepared), stage, limits=self.limits.flow)
+        coordinator = Coordinator(
+            self._capturer(prepared), stage, limits=self.limits.flow, isolates=True
+        )
         report = await coordinator.run(missing, prepared.request.batch_size)
         if report.transient:
             raise rows_failed(prepared.rows, report.transient)

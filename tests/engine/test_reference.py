@@ -33,7 +33,7 @@ def expected(family, prompts, reference):
 
 # After `expected`: where vLLM runs a Transformers class, it changes that class for good.
 @pytest.fixture(scope="module")
-def family_engine(family, expected, open_engine):  # noqa: ARG001 (for the order)
+def family_engine(family, expected, open_engine):
     with open_engine(family) as started:
         yield started
 

@@ -401,7 +401,7 @@ async def test_a_foreign_exception_leaves_as_an_opaque_500_and_its_text_reaches_
     app = Application()
     text = "SEC" + "RET"  # the log shows source lines, of which this is none
 
-    async def explode(_task):
+    async def explode(_task, *, alone):
         raise KeyError(text)
 
     app.service._backend.capture = explode
@@ -429,11 +429,11 @@ async def test_a_replica_that_goes_once_is_not_noticed_by_the_caller():
     app = Application()
     capture, left = app.service._backend.capture, [1]
 
-    async def flaky(task):
+    async def flaky(task, *, alone):
         if left:
             left.pop()
             raise UnavailableError("gone", code="replica_lost")
-        return await capture(task)
+        return await capture(task, alone=alone)
 
     app.service._backend.capture = flaky
     answer = (await post(app, body())).json()

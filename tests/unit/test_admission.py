@@ -65,7 +65,7 @@ def test_dropped_requests_are_never_run_again(lengths, data):
     for request, tokens in plan.tokens.items():
         admission.ran(request, tokens)
     dropped = data.draw(st.sets(st.integers(0, len(lengths) - 1)))
-    admission.drop_many(dropped)
+    admission.drop(dropped)
     while len(admission):
         plan = admission.next_pass()
         assert not dropped & plan.tokens.keys()

@@ -40,7 +40,7 @@ class World:
         self.attempts: dict[int, int] = {}
         self.stage_delay = 0.001
 
-    async def capture(self, chunk: Chunk) -> Chunk:
+    async def capture(self, chunk: Chunk, _alone: bool = False) -> Chunk:
         self.attempts[chunk.first_row] = self.attempts.get(chunk.first_row, 0) + 1
         self.capturing += 1
         self.open_shards.add(chunk.shard)
@@ -106,7 +106,7 @@ async def test_a_shard_of_failed_rows_is_staged_without_capture():
 async def test_a_chunk_is_sent_again_when_its_replica_goes():
     world = World()
 
-    async def capture(chunk):
+    async def capture(chunk, _alone):
         captured = await world.capture(chunk)
         if world.attempts[chunk.first_row] < 3:
             raise UnavailableError("gone", code="replica_lost")
@@ -121,7 +121,7 @@ async def test_a_chunk_is_sent_again_when_its_replica_goes():
 async def test_when_attempts_are_used_up_the_rows_fail_for_now_and_others_finish():
     world = World()
 
-    async def capture(chunk):
+    async def capture(chunk, _alone):
         if chunk.shard == 1:
             raise UnavailableError("gone", code="replica_lost")
         return await world.capture(chunk)
@@ -134,7 +134,7 @@ async def test_when_attempts_are_used_up_the_rows_fail_for_now_and_others_finish
 
 
 async def test_a_server_that_is_gone_ends_the_job():
-    async def capture(_chunk):
+    async def capture(_chunk, _alone):
         raise UnavailableError("gone", code="server_unreachable")
 
     world = World()
@@ -177,7 +177,7 @@ async def test_rows_that_never_pass_are_reported_after_their_attempts():
 async def test_a_chunk_past_its_deadline_is_given_up_and_named():
     cancelled = []
 
-    async def capture(chunk):
+    async def capture(chunk, _alone):
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
@@ -192,7 +192,7 @@ async def test_a_chunk_past_its_deadline_is_given_up_and_named():
 
 
 async def test_a_time_out_inside_capture_is_not_taken_for_the_deadline():
-    async def capture(_chunk):
+    async def capture(_chunk, _alone):
         raise TimeoutError("its own")
 
     with pytest.raises(TimeoutError, match="its own"):
@@ -204,7 +204,7 @@ async def test_any_other_error_ends_the_job_alone_and_stops_the_rest(error):
     world = World()
     running = []
 
-    async def capture(chunk):
+    async def capture(chunk, _alone):
         if chunk.first_row == 5:
             raise error
         running.append(chunk.first_row)
@@ -242,7 +242,7 @@ async def test_cancelling_stops_everything_and_frees_the_window():
     world = World()
     started = asyncio.Event()
 
-    async def capture(chunk):
+    async def capture(chunk, _alone):
         started.set()
         return await world.capture(chunk) if chunk.shard < 0 else await asyncio.sleep(60)
 

@@ -155,7 +155,7 @@ def test_two_candidates_that_explain_the_norm_equally_well_are_refused():
     """The stale residual is so small that the norm cannot tell; equal ones may be either."""
 
     class Tiny(Block):
-        def forward(self, _positions, stream, residual=None):  # noqa: ARG002 (as blocks have)
+        def forward(self, _positions, stream, residual=None):
             return stream + self.mix(stream), stream * 2e-7
 
     torch.manual_seed(1)

@@ -88,13 +88,8 @@ class Admission(Generic[T]):
         """Queue a prompt of so many tokens."""
         self._waiting.append((request, tokens))
 
-    def drop(self, request: T) -> None:
-        """Forget a request, wherever it stands."""
-        self._running.pop(request, None)
-        self._waiting = deque(item for item in self._waiting if item[0] != request)
-
-    def drop_many(self, requests: set[T]) -> None:
-        """Forget many requests with one walk over the queue."""
+    def drop(self, requests: set[T]) -> None:
+        """Forget these requests, wherever they stand."""
         self._waiting = deque(item for item in self._waiting if item[0] not in requests)
         for request in requests:
             self._running.pop(request, None)

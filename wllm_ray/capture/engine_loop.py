@@ -26,6 +26,8 @@ __all__ = ["EngineLoop", "Job"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+# A pass that hangs must not keep the replica from exiting.
+_CLOSE_LIMIT_S = 60.0
 
 
 @dataclass(eq=False, slots=True)
@@ -124,7 +126,9 @@ class EngineLoop:
         if not self._closing:
             self._closing = True
             self._commands.put(lambda: None)
-        self._thread.join()
+        self._thread.join(_CLOSE_LIMIT_S)
+        if self._thread.is_alive():
+            _log.error("the engine did not stop within %s s; its pass hangs", _CLOSE_LIMIT_S)
 
     def _send(self, command: Callable[[], None], result: Future[Any]) -> None:
         self._commands.put(command)
@@ -246,7 +250,7 @@ class EngineLoop:
 
     def _drop(self, job: Job, error: CaptureError) -> None:
         ids = {row.request_id for row in job.capture.rows} & self._jobs.keys()
-        self._admission.drop_many(ids)
+        self._admission.drop(ids)
         self.driver.abort(sorted(ids))
         for request_id in ids:
             self.driver.capture.release(request_id)

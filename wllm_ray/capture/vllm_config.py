@@ -57,7 +57,7 @@ class EngineOptions:
     hf_overrides: dict[str, Any] | None = None
     vllm_args: dict[str, Any] = field(default_factory=dict)
 
-    def check(self) -> None:
+    def check(self, *, selftest: bool) -> None:
         """Refuse what cannot work, before anything is loaded.
 
         Raises:
@@ -82,6 +82,11 @@ class EngineOptions:
                 f"vllm_args may not set {', '.join(taken)}: capture depends on it; what can be "
                 "chosen is an argument of the engine itself",
                 code="feature_not_offered",
+            )
+        if self.allow_unprofiled_vllm and not selftest:
+            raise InvalidInputError(
+                "allow_unprofiled_vllm needs the self-test: nothing else speaks for such a vLLM",
+                code="invalid_argument",
             )
         for name in ("max_num_seqs", "threads", "max_model_len"):
             value = getattr(self, name)

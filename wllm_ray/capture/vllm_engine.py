@@ -34,7 +34,7 @@ from wllm_ray.capture.vllm_facts import (
     library_versions,
     vllm_version,
 )
-from wllm_ray.errors import CaptureError, InvalidInputError, WLLMError
+from wllm_ray.errors import CaptureError, WLLMError
 from wllm_ray.records import (
     CapturedChunk,
     CaptureTask,
@@ -52,15 +52,16 @@ __all__ = ["VLLMEngine"]
 class VLLMEngine:
     """Captures the residual stream with vLLM, in this process and on a thread of its own.
 
-    Setting it up changes this process: environment variables that vLLM reads, and on CPU vLLM
-    itself replaces ``torch.set_num_threads``.
+    One at a time in a process. Setting it up changes the process: environment variables that vLLM
+    reads, the global random seeds, and on CPU vLLM replaces ``torch.set_num_threads``.
 
     Args:
         model: A local directory, or a name on a hub.
         model_identity: Which weights these are, for the fingerprint.
         tokenizer_identity: Which tokenizer makes the ids; the engine itself never tokenises.
         served_model_name: What clients call the model; the identity's name where omitted.
-        dtype: The model's dtype as vLLM names it; ``auto`` takes the one that it was saved in.
+        dtype: The model's dtype as vLLM names it; ``auto`` takes the one that it was saved in, so
+            a float32 model stays float32.
         max_model_len: Tokens of the longest prompt; the model's own limit where omitted.
         prefill_split_tokens: Tokens in a forward pass, and the fixed multiple at which longer
             prompts are split. Part of the fingerprint.
@@ -122,13 +123,7 @@ class VLLMEngine:
             hf_overrides=hf_overrides,
             vllm_args=vllm_args or {},
         )
-        options.check()
-        if allow_unprofiled_vllm and not selftest:
-            raise InvalidInputError(
-                "allow_unprofiled_vllm needs the self-test, which is all that speaks for such a "
-                "vLLM",
-                code="invalid_argument",
-            )
+        options.check(selftest=selftest)
         self._request_numbers = itertools.count()
         self._loop = EngineLoop(lambda: build_driver(options), progress_limit_s=progress_limit_s)
         _start(self._loop)
@@ -143,32 +138,8 @@ class VLLMEngine:
             self.close()
             raise
         self._loop.strict_splits = report.reproducibility == "bitwise"
-        self._description = EngineDescription(
-            served_model_name=served_model_name or model_identity.name,
-            model=model_identity,
-            tokenizer=tokenizer_identity,
-            architecture=self._facts.architecture,
-            num_layers=self._limits.num_layers,
-            hidden_size=self._facts.hidden_size,
-            vocab_size=self._limits.vocab_size,
-            max_model_len=self._limits.max_model_len,
-            site_kinds=SITE_KINDS,
-            positions=POSITIONS,
-            fingerprint=Fingerprint(
-                model_revision=model_identity.revision,
-                tokenizer_revision=tokenizer_identity.revision,
-                engine="vllm",
-                engine_version=vllm_version(),
-                engine_dtype=dtype_name(self._facts.dtype),
-                precision="native",
-                device=device_name(self._facts.device),
-                threads=driver.threads,
-                prefill_split_tokens=driver.limits.split_tokens,
-                reproducibility=report.reproducibility,
-            ),
-            versions=library_versions(),
-            selftest=report,
-        )
+        name = served_model_name or model_identity.name
+        self._description = self._describe(name, model_identity, tokenizer_identity, report)
 
     @property
     def description(self) -> EngineDescription:
@@ -189,7 +160,8 @@ class VLLMEngine:
         except asyncio.CancelledError:
             self._loop.cancel(job)
             raise
-        return self._result(task, job, failures)
+        # Proving reads every value, too long for an event loop that answers health checks.
+        return await asyncio.to_thread(self._result, task, job, failures)
 
     def extract(self, task: CaptureTask) -> CapturedChunk:
         """Capture a chunk and wait for it; raises as :meth:`extract_async`."""
@@ -258,6 +230,38 @@ class VLLMEngine:
             recaptured=capture.recaptured,
         )
 
+    def _describe(
+        self, name: str, model: ModelIdentity, tokenizer: TokenizerIdentity, report: SelfTestReport
+    ) -> EngineDescription:
+        driver = self._loop.driver
+        fingerprint = Fingerprint(
+            model_revision=model.revision,
+            tokenizer_revision=tokenizer.revision,
+            engine="vllm",
+            engine_version=vllm_version(),
+            engine_dtype=dtype_name(self._facts.dtype),
+            precision="native",
+            device=device_name(self._facts.device),
+            threads=driver.threads,
+            prefill_split_tokens=driver.limits.split_tokens,
+            reproducibility=report.reproducibility,
+        )
+        return EngineDescription(
+            served_model_name=name,
+            model=model,
+            tokenizer=tokenizer,
+            architecture=self._facts.architecture,
+            num_layers=self._limits.num_layers,
+            hidden_size=self._facts.hidden_size,
+            vocab_size=self._limits.vocab_size,
+            max_model_len=self._limits.max_model_len,
+            site_kinds=SITE_KINDS,
+            positions=POSITIONS,
+            fingerprint=fingerprint,
+            versions=library_versions(),
+            selftest=report,
+        )
+
     def _selftest(self) -> SelfTestReport:
         driver = self._loop.driver
         one_thread = self._facts.device.type == "cpu" and driver.threads == 1
@@ -305,6 +309,7 @@ def _start(loop: EngineLoop) -> None:
         raise
     except Exception as error:
         raise CaptureError(
-            f"vLLM could not load the model ({type(error).__name__}); the log has more",
+            f"vLLM could not load the model ({type(error).__name__}); the log has more. Where it is "
+            "memory, lower max_model_len or kv_cache_memory_bytes",
             code="capture_failed",
         ) from error

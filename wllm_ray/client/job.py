@@ -145,7 +145,8 @@ class _Job:
         schema = await self._connection.get("/v1/extraction-schema", ExtractionSchema)
         remote = Remote(self._connection, self._plan.card, self._plan.selection, schema)
         coordinator = Coordinator(
-            remote.capture,
+            # Which replica runs a chunk, and whether alone, is the server's business.
+            lambda chunk, _alone: remote.capture(chunk),
             self._stage,
             limits=self._plan.flow,
             on_chunk=self._progress.captured,
