@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
 
-__all__ = ["FILLER_TOKENS", "MIN_PASS_TOKENS", "Admission", "Limits", "PassPlan"]
+__all__ = ["MIN_PASS_TOKENS", "Admission", "Limits", "PassPlan"]
 
-MIN_PASS_TOKENS = 8
-FILLER_TOKENS = 8
+# float32 kernels were seen to take other paths below 8 rows on one CPU and below 16 on another.
+MIN_PASS_TOKENS = 16
 # How far behind the head of the queue a prompt may stand that fills what is left of a pass. The
 # head itself enters the next pass first, so nobody is overtaken twice.
 _LOOK_AHEAD = 64
@@ -50,12 +50,12 @@ class PassPlan(Generic[T]):
     Attributes:
         admitted: Requests to hand to the engine now, in order.
         tokens: Tokens of each request in the pass, those admitted before included.
-        needs_filler: The pass would be too short without a filler.
+        filler_tokens: How many tokens a filler must add for the pass to be long enough.
     """
 
     admitted: list[T] = field(default_factory=list)
     tokens: dict[T, int] = field(default_factory=dict)
-    needs_filler: bool = False
+    filler_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class Admission(Generic[T]):
             plan.tokens[request] = min(left, self._limits.split_tokens)
             room.take(plan.tokens[request], blocks)
         self._admit(plan, room)
-        plan.needs_filler = sum(plan.tokens.values()) < MIN_PASS_TOKENS
+        plan.filler_tokens = max(0, MIN_PASS_TOKENS - sum(plan.tokens.values()))
         return plan
 
     def ran(self, request: T, tokens: int) -> None:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from wllm_ray.capture.admission import FILLER_TOKENS, Admission, PassPlan
+from wllm_ray.capture.admission import Admission, PassPlan
 from wllm_ray.capture.coverage import CaptureRow, ChunkCapture
 from wllm_ray.capture.vllm_driver import Finished, VLLMDriver
 from wllm_ray.errors import CaptureError
@@ -213,8 +213,8 @@ class EngineLoop:
             self.driver.capture.reserve(row)
             ids = row.wanted.token_ids.tolist()
             self.driver.add(request_id, ids, job.capture.num_logprobs)
-        if plan.needs_filler:
-            filler = list(range(FILLER_TOKENS))
+        if plan.filler_tokens:
+            filler = list(range(plan.filler_tokens))
             self.driver.add(f"wllm-filler-{next(self._fillers)}", filler, None)
 
     def _account(self, plan: PassPlan[str]) -> None:

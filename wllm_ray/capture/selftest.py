@@ -16,7 +16,7 @@ from wllm_ray.capture.coverage import ChunkCapture, RowsWanted
 from wllm_ray.errors import CaptureError
 from wllm_ray.records import SelfTestReport
 
-__all__ = ["Subject", "run_selftest"]
+__all__ = ["NOT_TESTED", "Subject", "run_selftest"]
 
 Floats = NDArray[np.float32]
 
@@ -32,6 +32,17 @@ _SAME_ROW = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
 # the last bits of a matrix product, so a few units in the last place of the largest logit.
 _ULPS = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 _LOGPROB_FLOOR = 1e-3
+
+
+NOT_TESTED = SelfTestReport(
+    passed=False,
+    checks={"skipped": "the self-test was turned off"},
+    reproducibility="tolerance",
+    measured_relative_l2=0.0,
+    prompt_lengths=(),
+    residual="not tested",
+    seconds=0.0,
+)
 
 
 @dataclass(frozen=True, slots=True)

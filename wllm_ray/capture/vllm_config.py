@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from wllm_ray.capture.admission import MIN_PASS_TOKENS
 from wllm_ray.capture.profiles import check_vllm_version
 from wllm_ray.capture.vllm_worker import prefer_invariant_kernels
 from wllm_ray.errors import InvalidInputError, NotOfferedError
@@ -22,7 +23,7 @@ __all__ = ["BuiltConfig", "EngineOptions", "build_config"]
 
 _EXTENSION = "wllm_ray.capture.vllm_worker.CaptureExtension"
 _CPU_BLOCK_SIZE = 32
-_MIN_SPLIT_TOKENS = 16
+_MIN_SPLIT_TOKENS = MIN_PASS_TOKENS
 _PARALLELISM = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 # Arguments of vLLM that capture sets itself, or that would break what it proves.
 _OURS = {

@@ -24,7 +24,7 @@ from wllm_ray.capture.request import (
     check_rows,
     check_task,
 )
-from wllm_ray.capture.selftest import Subject, run_selftest
+from wllm_ray.capture.selftest import NOT_TESTED, Subject, run_selftest
 from wllm_ray.capture.vllm_config import EngineOptions
 from wllm_ray.capture.vllm_driver import build_driver
 from wllm_ray.capture.vllm_facts import (
@@ -133,7 +133,7 @@ class VLLMEngine:
             driver.facts.num_layers, driver.facts.vocab_size, driver.max_model_len
         )
         try:
-            report = self._selftest() if selftest else _NOT_TESTED
+            report = self._selftest() if selftest else NOT_TESTED
         except BaseException:
             self.close()
             raise
@@ -290,26 +290,15 @@ class VLLMEngine:
         return capture
 
 
-_NOT_TESTED = SelfTestReport(
-    passed=False,
-    checks={"skipped": "the self-test was turned off"},
-    reproducibility="tolerance",
-    measured_relative_l2=0.0,
-    prompt_lengths=(),
-    residual="not tested",
-    seconds=0.0,
-)
-
-
 def _start(loop: EngineLoop) -> None:
-    """Build the engine; foreign errors become one of ours, with the cause kept but not quoted."""
+    """Build the engine; a foreign error becomes the cause of one of ours and is not quoted."""
     try:
         loop.start()
     except WLLMError:
         raise
     except Exception as error:
         raise CaptureError(
-            f"vLLM could not load the model ({type(error).__name__}); the log has more. Where it is "
-            "memory, lower max_model_len or kv_cache_memory_bytes",
+            f"vLLM could not load the model ({type(error).__name__}); the log has more. Where it "
+            "is memory, lower max_model_len or kv_cache_memory_bytes",
             code="capture_failed",
         ) from error
