@@ -11,7 +11,8 @@ from ray.serve import Application
 
 from deployments.activation import ActivationReplica, EngineLoader, load_vllm_engine
 from deployments.args import AppArgs
-from deployments.ingress import REPLICA_DEPLOYMENT, Ingress
+from deployments.backend import REPLICA_DEPLOYMENT
+from deployments.ingress import Ingress
 from wllm_ray.capture.model_files import resolve_model
 
 __all__ = ["bind_app", "build_app"]

@@ -28,7 +28,9 @@ from wllm_ray.errors import CaptureError, StorageError, UnavailableError, WLLMEr
 from wllm_ray.plan import Shard
 from wllm_ray.records import CapturedChunk, CaptureTask, EngineDescription
 
-__all__ = ["RayBackend"]
+__all__ = ["REPLICA_DEPLOYMENT", "RayBackend", "translate"]
+
+REPLICA_DEPLOYMENT = "ActivationReplica"
 
 _REPLICA_GONE = (
     ActorDiedError,
@@ -41,7 +43,7 @@ _REPLICA_GONE = (
 )
 
 
-def _translate(error: Exception, stage: str) -> WLLMError:
+def translate(error: Exception, stage: str) -> WLLMError:
     """Foreign exceptions become ours here; the cause is kept, its text is not shown."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, _REPLICA_GONE) or getattr(cause, "code", None) == "engine_dead":
@@ -98,7 +100,7 @@ class RayBackend:
             await (await anext(references))
             chunk: ObjectRef[CapturedChunk] = await anext(references)
         except (RayError, BackPressureError, DeploymentUnavailableError) as error:
-            raise _suspect(_translate(error, "capture"), alone=alone and its_turn) from error
+            raise _suspect(translate(error, "capture"), alone=alone and its_turn) from error
         except BaseException:
             response.cancel()
             raise
@@ -109,7 +111,7 @@ class RayBackend:
         try:
             chunk: CapturedChunk = await payload
         except RayError as error:
-            raise _translate(error, "capture") from error
+            raise translate(error, "capture") from error
         return chunk
 
     async def stage(
@@ -119,7 +121,7 @@ class RayBackend:
         try:
             result: StageResult = await stage_shard.remote(self._root, spec, shard, list(payloads))
         except (RayError, TaskCancelledError) as error:
-            raise _translate(error, "stage_shard") from error
+            raise translate(error, "stage_shard") from error
         return result
 
     async def commit(self, dataset_id: str) -> Manifest:
@@ -127,5 +129,5 @@ class RayBackend:
         try:
             manifest: Manifest = await commit_manifest.remote(self._root, dataset_id)
         except RayError as error:
-            raise _translate(error, "commit_manifest") from error
+            raise translate(error, "commit_manifest") from error
         return manifest

@@ -11,18 +11,24 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.args import AppArgs
-from deployments.backend import RayBackend
+from deployments.backend import REPLICA_DEPLOYMENT, RayBackend
 from wllm_ray.capture.tokenizer import TransformersTokenizer
 from wllm_ray.dataset.store import open_store
-from wllm_ray.errors import InvalidInputError
-from wllm_ray.extraction import ExtractionService
+from wllm_ray.errors import NotOfferedError
+from wllm_ray.extraction import ExtractionService, Offer
 from wllm_ray.http.api import build_api
-from wllm_ray.records import EngineDescription, ModelIdentity
+from wllm_ray.records import (
+    CaptureIdentity,
+    EngineDescription,
+    InputRow,
+    ModelIdentity,
+    RowRecord,
+)
+from wllm_ray.requests import read_request
 from wllm_ray.schema import ActivationRequest, DatasetReference
 
-__all__ = ["REPLICA_DEPLOYMENT", "Ingress"]
+__all__ = ["Ingress"]
 
-REPLICA_DEPLOYMENT = "ActivationReplica"
 READINESS_PERIOD_S = 2.0
 
 logger = logging.getLogger("ray.serve")
@@ -71,11 +77,12 @@ class Ingress:
             request: With persistence ``dataset``; a dictionary is validated first.
 
         Raises:
-            InvalidInputError: The request cannot be understood, or wants its bytes inline.
+            InvalidInputError: The request cannot be understood.
+            NotOfferedError: It wants its bytes inline (code ``persistence_not_offered``).
         """
-        parsed = ActivationRequest.model_validate(request)
+        parsed = read_request(request)
         if parsed.persistence == "none":
-            raise InvalidInputError(
+            raise NotOfferedError(
                 "a handle call answers with a reference, never with the bytes; ask for "
                 "persistence `dataset`, or use HTTP for inline results",
                 code="persistence_not_offered",
@@ -84,15 +91,36 @@ class Ingress:
         assert response.dataset is not None, "a committed dataset has a reference"
         return response.dataset
 
+    async def describe(self) -> Offer:
+        """What this application is, for job drivers.
+
+        Raises:
+            UnavailableError: No replica has passed its self-test yet.
+        """
+        return self._service.offer()
+
+    async def tokenize(
+        self, rows: list[InputRow], identity: CaptureIdentity, first_index: int
+    ) -> list[RowRecord]:
+        """Token ids of consecutive rows, for job drivers; see `ExtractionService.tokenize`."""
+        return await asyncio.to_thread(self._service.tokenize, rows, identity, first_index)
+
     async def _watch_replicas(self) -> None:
         """Keep readiness up to date from the controller, which never waits for the model."""
         app = serve.get_replica_context().app_name
         while True:
-            running = await asyncio.to_thread(_has_running_replica, app)
-            if running and self._service.description is None:
-                self._service.description = await self._describe()
-            self._ready = running and self._service.description is not None
+            try:
+                self._ready = await self._look_for_replicas(app)
+            except Exception as error:  # noqa: BLE001 (a watcher that ends would freeze readiness)
+                self._ready = False
+                logger.warning("readiness is unknown: %s", type(error).__name__)
             await asyncio.sleep(READINESS_PERIOD_S)
+
+    async def _look_for_replicas(self, app: str) -> bool:
+        running = await asyncio.to_thread(_has_running_replica, app)
+        if running and self._service.description is None:
+            self._service.description = await self._describe()
+        return running and self._service.description is not None
 
     async def _describe(self) -> EngineDescription | None:
         """The replicas' description, unless their files differ from what this ingress reads."""

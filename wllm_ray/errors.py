@@ -47,78 +47,8 @@ __all__ = [
     "UnauthorizedError",
     "UnavailableError",
     "WLLMError",
+    "error_class",
 ]
-
-ERROR_CODES: dict[str, str] = {
-    # InvalidInputError
-    "invalid_request": "The request body does not match the schema; details name the field.",
-    "invalid_json": "The text is not strict JSON (syntax, duplicate key, NaN or Infinity).",
-    "invalid_rows": "Some input rows are malformed; details list each line with its reason.",
-    "no_rows": "The input holds no row at all.",
-    "invalid_site": "A hook site that cannot be parsed, or is listed twice.",
-    "layer_out_of_range": "A layer that the model does not have.",
-    "invalid_argument": "An argument has a value that cannot be used.",
-    # NotOfferedError
-    "site_not_offered": "A known site that this build does not capture on this model.",
-    "position_not_offered": "A known position that this build does not capture.",
-    "capture_mode_not_offered": "`online` capture where the application runs activations only.",
-    "persistence_not_offered": "A persistence that this deployment does not offer.",
-    "storage_dtype_not_offered": "A storage dtype that this build does not write.",
-    "shard_format_not_offered": "A shard format that this build does not write.",
-    "parallelism_not_offered": "Tensor or pipeline parallelism above 1 together with capture.",
-    "feature_not_offered": "Attention weights, interventions, LoRA or speculative decoding.",
-    "vllm_version_not_offered": "A vLLM version without a profile, and no permission to try.",
-    "media_type_not_offered": "The Accept header names no form that this route can answer in.",
-    "failures_not_representable": "npy carries no row failures, and there are some.",
-    # NotFoundError
-    "model_not_found": "No such model is served here.",
-    "dataset_not_found": "No committed dataset has this id under this root.",
-    "object_not_found": "The storage root holds no object under this key.",
-    "route_not_found": "No such route, or not with this method.",
-    # ConflictError
-    "dataset_conflict": "This dataset id already stands for something else.",
-    "dataset_immutable": "The dataset is committed, and the request differs from it.",
-    "mixed_fingerprints": "Shards of one dataset come from engines that may differ numerically.",
-    "single_writer_root": "The storage root does not honour create-only writes.",
-    # TooLargeError
-    "body_too_large": "The request body is over the configured bound.",
-    "result_too_large": "The inline result is over the configured bound.",
-    # UnauthorizedError
-    "unauthorized": "The API key is missing or wrong.",
-    # UnavailableError
-    "not_ready": "No replica has passed its self-test yet.",
-    "overloaded": "Too many requests are waiting; Retry-After says when to come back.",
-    "replica_lost": "The replica that held the chunk died, and retries are used up.",
-    "engine_died_alone": "The engine died while it ran a chunk alone; the chunk is suspect.",
-    "deadline_exceeded": "The work did not finish within its deadline.",
-    "server_unreachable": "The server did not answer.",
-    "deploy_failed": "The application failed to start; the message quotes its log.",
-    # RowsFailedError
-    "rows_failed": "Some rows failed for reasons that may pass; running again retries them.",
-    # CaptureError
-    "capture_failed": "The engine or a hook failed; the message says where.",
-    "engine_dead": "The engine stopped working and the replica must be replaced.",
-    "unknown_structure": "The model's blocks return something that is not understood.",
-    "self_test_failed": "The self-test found a capture that is not right.",
-    "protocol_error": "The server's answer does not match the request.",
-    # StorageError
-    "storage_failed": "The storage root failed to read, write or list.",
-    "storage_not_configured": "The operation needs a storage root and none is configured.",
-    "already_exists": "The object exists already, with other bytes.",
-    # IntegrityError
-    "manifest_invalid": "A manifest, spec or receipt is not strict JSON of the right shape.",
-    "format_unknown": "The format or version is not one that this reader knows.",
-    "digest_mismatch": "The bytes have another SHA-256 than their record.",
-    "size_mismatch": "The file has another size than its record.",
-    "file_missing": "A file that a record names is not there.",
-    "name_invalid": "A file name is not a plain name inside the dataset's own folder.",
-    "array_invalid": "An array has the wrong shape, dtype, order or header.",
-    "table_invalid": "A row table has the wrong columns, types or ranges.",
-    "rows_inconsistent": "Rows, offsets, digests or counts contradict each other.",
-    "values_not_finite": "The stored features hold NaN or infinity.",
-    # WLLMError
-    "internal_error": "A fault of this program; the log has the cause.",
-}
 
 ROW_FAILURE_CODES: dict[str, tuple[str, bool, str]] = {
     # Each code with its stage, whether it is permanent, and its meaning.
@@ -298,3 +228,103 @@ class IntegrityError(WLLMError, ValueError):
     """The bytes are not what their record says."""
 
     default_code = "manifest_invalid"
+
+
+_CODES: dict[type[WLLMError], dict[str, str]] = {
+    InvalidInputError: {
+        "invalid_request": "The request body does not match the schema; details name the field.",
+        "invalid_json": "The text is not strict JSON (syntax, duplicate key, NaN or Infinity).",
+        "invalid_rows": "Some input rows are malformed; details list each line with its reason.",
+        "no_rows": "The input holds no row at all.",
+        "invalid_site": "A hook site that cannot be parsed, or is listed twice.",
+        "layer_out_of_range": "A layer that the model does not have.",
+        "invalid_argument": "An argument has a value that cannot be used.",
+    },
+    NotOfferedError: {
+        "site_not_offered": "A known site that this build does not capture on this model.",
+        "position_not_offered": "A known position that this build does not capture.",
+        "capture_mode_not_offered": "`online` capture where the application runs activations only.",
+        "persistence_not_offered": "A persistence that this deployment does not offer.",
+        "storage_dtype_not_offered": "A storage dtype that this build does not write.",
+        "shard_format_not_offered": "A shard format that this build does not write.",
+        "parallelism_not_offered": "Tensor or pipeline parallelism above 1 together with capture.",
+        "feature_not_offered": "Attention weights, interventions, LoRA or speculative decoding.",
+        "vllm_version_not_offered": "A vLLM version without a profile, and no permission to try.",
+        "failures_not_representable": "npy carries no row failures, and there are some.",
+    },
+    NotAcceptableError: {
+        "media_type_not_offered": "The Accept header names no form that this route can answer in.",
+    },
+    NotFoundError: {
+        "model_not_found": "No such model is served here.",
+        "application_not_found": "No Serve application of this name runs on the cluster.",
+        "dataset_not_found": "No committed dataset has this id under this root.",
+        "object_not_found": "The storage root holds no object under this key.",
+        "route_not_found": "No such route, or not with this method.",
+    },
+    ConflictError: {
+        "dataset_conflict": "This dataset id already stands for something else.",
+        "dataset_immutable": "The dataset is committed, and the request differs from it.",
+        "mixed_fingerprints": "Shards of a dataset come from engines that may differ numerically.",
+        "single_writer_root": "The storage root does not honour create-only writes.",
+    },
+    TooLargeError: {
+        "body_too_large": "The request body is over the configured bound.",
+        "result_too_large": "The inline result is over the configured bound.",
+    },
+    UnauthorizedError: {
+        "unauthorized": "The API key is missing or wrong.",
+    },
+    UnavailableError: {
+        "not_ready": "No replica has passed its self-test yet.",
+        "replica_lost": "The replica that held the chunk died, and retries are used up.",
+        "engine_died_alone": "The engine died while it ran a chunk alone; the chunk is suspect.",
+        "deadline_exceeded": "The work did not finish within its deadline.",
+        "server_unreachable": "The server did not answer.",
+        "deploy_failed": "The application failed to start; the message quotes its log.",
+    },
+    OverloadedError: {
+        "overloaded": "Too many requests are waiting; Retry-After says when to come back.",
+    },
+    RowsFailedError: {
+        "rows_failed": "Some rows failed for reasons that may pass; running again retries them.",
+    },
+    CaptureError: {
+        "capture_failed": "The engine or a hook failed; the message says where.",
+        "engine_dead": "The engine stopped working and the replica must be replaced.",
+        "unknown_structure": "The model's blocks return something that is not understood.",
+        "self_test_failed": "The self-test found a capture that is not right.",
+        "protocol_error": "The server's answer does not match the request.",
+    },
+    StorageError: {
+        "storage_failed": "The storage root failed to read, write or list.",
+        "storage_not_configured": "The operation needs a storage root and none is configured.",
+    },
+    AlreadyExistsError: {
+        "already_exists": "The object exists already, with other bytes.",
+    },
+    IntegrityError: {
+        "manifest_invalid": "A manifest, spec or receipt is not strict JSON of the right shape.",
+        "format_unknown": "The format or version is not one that this reader knows.",
+        "digest_mismatch": "The bytes have another SHA-256 than their record.",
+        "size_mismatch": "The file has another size than its record.",
+        "file_missing": "A file that a record names is not there.",
+        "name_invalid": "A file name is not a plain name inside the dataset's own folder.",
+        "array_invalid": "An array has the wrong shape, dtype, order or header.",
+        "table_invalid": "A row table has the wrong columns, types or ranges.",
+        "rows_inconsistent": "Rows, offsets, digests or counts contradict each other.",
+        "values_not_finite": "The stored features hold NaN or infinity.",
+    },
+    WLLMError: {
+        "internal_error": "A fault of this program; the log has the cause.",
+    },
+}
+ERROR_CODES: dict[str, str] = {
+    code: meaning for codes in _CODES.values() for code, meaning in codes.items()
+}
+_BY_CODE = {code: kind for kind, codes in _CODES.items() for code in codes}
+
+
+def error_class(code: str) -> type[WLLMError]:
+    """The class whose errors carry a code; the base class for one that is not known."""
+    return _BY_CODE.get(code, WLLMError)

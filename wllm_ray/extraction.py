@@ -15,28 +15,32 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from wllm_ray.answers import dataset_answer, inline_answer, rows_failed
-from wllm_ray.coordinator import Coordinator, FlowLimits, Staged
+from wllm_ray.coordinator import Coordinator, FlowLimits
 from wllm_ray.dataset.manifest import DatasetSpec, Manifest
-from wllm_ray.dataset.reader import load_dataset
 from wllm_ray.dataset.spec import build_spec
 from wllm_ray.dataset.store import Store
-from wllm_ray.dataset.writer import create_spec, staged_shards
+from wllm_ray.dataset.writer import StageResult
 from wllm_ray.errors import ConflictError, StorageError, TooLargeError, UnavailableError
+from wllm_ray.job.run import Job, JobOutcome, RunOptions, run_job
+from wllm_ray.job.summary import permanent_failures
 from wllm_ray.plan import Shard, ShardLimits, plan_shards
 from wllm_ray.records import (
     CapturedChunk,
+    CaptureIdentity,
     CaptureTask,
     Chunk,
     EngineDescription,
+    InputRow,
     RowFailure,
     RowRecord,
 )
 from wllm_ray.requests import Prepared, capture_task, prepare
-from wllm_ray.rows import Tokenizer
+from wllm_ray.rows import Tokenizer, TokenLimits, tokenize_rows
 from wllm_ray.schema import ActivationRequest, ActivationResponse
+from wllm_ray.sites import HookSite
 from wllm_ray.wire import Inline
 
-__all__ = ["Backend", "ExtractionLimits", "ExtractionService"]
+__all__ = ["Backend", "ExtractionLimits", "ExtractionService", "Offer", "capturer"]
 
 Payload = TypeVar("Payload")
 
@@ -57,7 +61,9 @@ class Backend(Protocol[Payload]):
     async def fetch(self, payload: Payload) -> CapturedChunk:
         """Bring what was captured into this process."""
 
-    async def stage(self, spec: DatasetSpec, shard: Shard, payloads: Sequence[Payload]) -> Staged:
+    async def stage(
+        self, spec: DatasetSpec, shard: Shard, payloads: Sequence[Payload]
+    ) -> StageResult:
         """Write one shard and its receipt."""
 
     async def commit(self, dataset_id: str) -> Manifest:
@@ -77,6 +83,21 @@ class ExtractionLimits:
     max_inline_bytes: int = 64 * 1024 * 1024
     shard: ShardLimits = field(default_factory=ShardLimits)
     flow: FlowLimits = field(default_factory=FlowLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What an application tells those who run jobs on its replicas themselves.
+
+    Attributes:
+        description: The engine.
+        limits: The operator's bounds.
+        storage_root: Where the application commits datasets, or None.
+    """
+
+    description: EngineDescription
+    limits: ExtractionLimits
+    storage_root: str | None
 
 
 class ExtractionService(Generic[Payload]):
@@ -105,7 +126,7 @@ class ExtractionService(Generic[Payload]):
         self._tokenizer = tokenizer
         self._store = store
         self.limits = limits or ExtractionLimits()
-        self._jobs: dict[str, tuple[DatasetSpec, asyncio.Task[Manifest]]] = {}
+        self._jobs: dict[str, tuple[DatasetSpec, asyncio.Task[JobOutcome]]] = {}
         self.description: EngineDescription | None = None
 
     @property
@@ -125,6 +146,34 @@ class ExtractionService(Generic[Payload]):
             )
         return self.description
 
+    def offer(self) -> Offer:
+        """What this application is, for those who run jobs on its replicas themselves.
+
+        Raises:
+            UnavailableError: Not ready.
+        """
+        root = None if self._store is None else self._store.uri
+        return Offer(self.require_ready(), self.limits, root)
+
+    def tokenize(
+        self, rows: Sequence[InputRow], identity: CaptureIdentity, first_index: int
+    ) -> list[RowRecord]:
+        """Turn rows of a job into token ids.
+
+        Args:
+            rows: Consecutive rows.
+            identity: As the job was begun with.
+            first_index: Index of the first row among all rows of the job.
+
+        Raises:
+            ConflictError: The job was begun on another model or tokenizer (``mixed_fingerprints``).
+            UnavailableError: Not ready.
+        """
+        served = self.require_ready()
+        _expect_same_model(identity, served)
+        limits = TokenLimits(served.max_model_len, served.vocab_size)
+        return tokenize_rows(rows, self._tokenizer, identity, limits, first_index=first_index)
+
     async def extract_inline(self, request: ActivationRequest) -> Inline:
         """Capture and answer with the features themselves.
 
@@ -135,7 +184,8 @@ class ExtractionService(Generic[Payload]):
         """
         prepared = await self._prepare(request)
         self._check_inline_size(prepared)
-        coordinator = Coordinator(self._capturer(prepared), limits=self.limits.flow, isolates=True)
+        capture = capturer(self._backend, prepared.sites, prepared.position)
+        coordinator = Coordinator(capture, limits=self.limits.flow, isolates=True)
         started = time.perf_counter()
         captured = await coordinator.capture_rows(0, prepared.rows, request.batch_size)
         chunks = [await self._backend.fetch(payload) for payload in captured.payloads]
@@ -156,10 +206,12 @@ class ExtractionService(Generic[Payload]):
         spec = self._spec(prepared)
         started = time.perf_counter()
         # A caller that leaves must not take the commit with it.
-        manifest = await asyncio.shield(self._start(spec, prepared, store))
+        outcome = await asyncio.shield(self._start(spec, prepared, store))
         prepared.timings["dataset_s"] = time.perf_counter() - started
-        failures = await asyncio.to_thread(_failures, store, spec.dataset_id)
-        return dataset_answer(prepared, manifest, failures)
+        if outcome.manifest is None:
+            raise rows_failed(prepared.rows, outcome.transient)
+        failures = await asyncio.to_thread(_failures, store, outcome)
+        return dataset_answer(prepared, outcome.manifest, failures)
 
     def _require_store(self) -> Store:
         if self._store is None:
@@ -198,14 +250,9 @@ class ExtractionService(Generic[Payload]):
             limits=limits,
         )
 
-    def _capturer(self, prepared: Prepared) -> Callable[[Chunk, bool], Awaitable[Payload]]:
-        async def capture(chunk: Chunk, alone: bool) -> Payload:  # noqa: FBT001 (a callback)
-            task = capture_task(prepared.sites, prepared.position, chunk.rows)
-            return await self._backend.capture(task, alone=alone)
-
-        return capture
-
-    def _start(self, spec: DatasetSpec, prepared: Prepared, store: Store) -> asyncio.Task[Manifest]:
+    def _start(
+        self, spec: DatasetSpec, prepared: Prepared, store: Store
+    ) -> asyncio.Task[JobOutcome]:
         """Start the job, or attach to the one that runs for the same dataset already."""
         running = self._jobs.get(spec.dataset_id)
         if running is not None:
@@ -223,42 +270,65 @@ class ExtractionService(Generic[Payload]):
         task.add_done_callback(lambda done: self._finish(spec.dataset_id, done))
         return task
 
-    def _finish(self, dataset_id: str, task: asyncio.Task[Manifest]) -> None:
+    def _finish(self, dataset_id: str, task: asyncio.Task[JobOutcome]) -> None:
         del self._jobs[dataset_id]
         if not task.cancelled():
             task.exception()  # marks it as seen where nobody waits any more
 
-    async def _run(self, spec: DatasetSpec, prepared: Prepared, store: Store) -> Manifest:
-        await asyncio.to_thread(create_spec, store, spec, rows_of=_rows_of(spec, prepared))
-        done = await asyncio.to_thread(staged_shards, store, spec)
-        shards = plan_shards(prepared.rows, spec.shards[0].rows)
-        missing = (shard for shard in shards if shard.index not in done)
-
-        async def stage(shard: Shard, payloads: Sequence[Payload]) -> Staged:
-            return await self._backend.stage(spec, shard, payloads)
-
-        coordinator = Coordinator(
-            self._capturer(prepared), stage, limits=self.limits.flow, isolates=True
+    async def _run(self, spec: DatasetSpec, prepared: Prepared, store: Store) -> JobOutcome:
+        rows = prepared.rows
+        job = Job(
+            spec=spec,
+            shards=lambda done: (
+                shard for shard in plan_shards(rows, spec.shards[0].rows) if shard.index not in done
+            ),
+            rows_of=lambda number: _rows_of(rows, spec, number),
+            capture=capturer(self._backend, prepared.sites, prepared.position),
+            stage=self._backend.stage,
+            commit=self._backend.commit,
+            isolates=True,
+            options=RunOptions(prepared.request.batch_size, flow=self.limits.flow),
         )
-        report = await coordinator.run(missing, prepared.request.batch_size)
-        if report.transient:
-            raise rows_failed(prepared.rows, report.transient)
-        return await self._backend.commit(spec.dataset_id)
+        return await run_job(store, job)
 
 
-def _rows_of(spec: DatasetSpec, prepared: Prepared) -> Callable[[int], Sequence[RowRecord]]:
-    """The rows of a shard, so that a conflict can name those that differ."""
+def capturer(
+    backend: Backend[Payload], sites: tuple[HookSite, ...], position: str
+) -> Callable[[Chunk, bool], Awaitable[Payload]]:
+    """What captures a job's chunks on a backend."""
 
-    def rows_of(shard: int) -> Sequence[RowRecord]:
-        entry = spec.shards[shard]
-        return prepared.rows[entry.first_row : entry.first_row + entry.rows]
+    async def capture(chunk: Chunk, alone: bool) -> Payload:  # noqa: FBT001 (a callback)
+        return await backend.capture(capture_task(sites, position, chunk.rows), alone=alone)
 
-    return rows_of
+    return capture
 
 
-def _failures(store: Store, dataset_id: str) -> dict[int, RowFailure]:
-    dataset = load_dataset(store, dataset_id, verify="off")
-    return {
-        failed.index: RowFailure(**failed.model_dump(exclude={"index"}))
-        for failed in dataset.failures.values()
-    }
+def _expect_same_model(identity: CaptureIdentity, served: EngineDescription) -> None:
+    begun = (
+        identity.model_revision,
+        identity.tokenizer_revision,
+        identity.chat_template_sha256,
+    )
+    tokenizer = served.tokenizer
+    if begun != (served.model.revision, tokenizer.revision, tokenizer.chat_template_sha256):
+        raise ConflictError(
+            f"the job was begun on model revision {identity.model_revision} with tokenizer "
+            f"{identity.tokenizer_revision}, and the application now serves "
+            f"{served.model.revision} with {tokenizer.revision}; serve the first one again, or "
+            f"choose another dataset id",
+            code="mixed_fingerprints",
+            stage="tokenize_rows",
+        )
+
+
+def _rows_of(rows: Sequence[RowRecord], spec: DatasetSpec, number: int) -> Sequence[RowRecord]:
+    """The rows of a shard; none where the stored dataset has more shards than this request."""
+    if number >= len(spec.shards):
+        return ()
+    shard = spec.shards[number]
+    return rows[shard.first_row : shard.first_row + shard.rows]
+
+
+def _failures(store: Store, outcome: JobOutcome) -> dict[int, RowFailure]:
+    found = permanent_failures(store, outcome.spec.dataset_id, outcome.receipts)
+    return {index: failure for index, _, failure in found}

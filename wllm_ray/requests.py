@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from wllm_ray.errors import NotFoundError, NotOfferedError
+from pydantic import ValidationError
+
+from wllm_ray.errors import InvalidInputError, NotFoundError, NotOfferedError
 from wllm_ray.records import (
     CaptureIdentity,
     CaptureTask,
@@ -27,6 +29,7 @@ __all__ = [
     "capture_task",
     "identity_of",
     "prepare",
+    "read_request",
     "select",
 ]
 
@@ -66,6 +69,28 @@ class Selection:
     sites: tuple[HookSite, ...]
     position: str
     identity: CaptureIdentity
+
+
+def read_request(value: Any) -> ActivationRequest:
+    """Check a decoded request against the schema.
+
+    Raises:
+        InvalidInputError: A field is missing, wrong or unknown; the message names it.
+    """
+    try:
+        return ActivationRequest.model_validate(value)
+    except ValidationError as error:
+        # The offending values are left out: they may be prompts.
+        problems = [
+            {"field": ".".join(map(str, item["loc"])) or "body", "message": item["msg"]}
+            for item in error.errors(include_url=False, include_input=False, include_context=False)
+        ]
+        listed = "; ".join(f"{p['field']}: {p['message']}" for p in problems)
+        raise InvalidInputError(
+            f"the request does not match the schema: {listed}",
+            stage="parse_rows",
+            details={"problems": problems},
+        ) from None
 
 
 def canonical_position(position: str, offered: Sequence[str]) -> str:

@@ -5,8 +5,11 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -23,17 +26,22 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def cluster_env() -> dict[str, str]:
-    """The environment of every process that joins the test cluster.
+def cluster_env(**changes: str) -> dict[str, str]:
+    """The environment of every process that joins a test cluster; keyword arguments replace.
 
-    Token authentication would write into the home directory of whoever runs the tests.
+    Left to itself, token authentication would write into the home directory of whoever runs the
+    tests.
     """
-    return os.environ | {
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-    }
+    return (
+        os.environ
+        | {
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+        }
+        | changes
+    )
 
 
 @dataclass(frozen=True)
@@ -44,44 +52,63 @@ class Application:
     model: Path
     served: str
     log: Path
+    env: dict[str, str] = field(default_factory=cluster_env)
 
 
-@pytest.fixture(scope="session")
-def ray_address():
+@contextmanager
+def running_cluster(env: dict[str, str], *options: str) -> Iterator[str]:
     """A cluster of its own, whose ports nobody else uses, ended by its own process group."""
     port = free_port()
     command = [
         str(BIN / "ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=4",
-        "--include-dashboard=false", "--node-ip-address=127.0.0.1", "--disable-usage-stats",
-        f"--object-store-memory={1 << 29}",
+        "--node-ip-address=127.0.0.1", "--disable-usage-stats",
+        f"--object-store-memory={1 << 29}", *options,
     ]  # fmt: skip
     process = subprocess.Popen(
         command,
-        env=cluster_env(),
+        env=env,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    yield f"127.0.0.1:{port}"
-    process.send_signal(signal.SIGTERM)
     try:
-        process.wait(30)
+        yield f"127.0.0.1:{port}"
+    finally:
+        _end(process, signal.SIGTERM)
+
+
+def _end(process: subprocess.Popen, ask: signal.Signals) -> None:
+    """Ask a process to go; end its group where it stays."""
+    process.send_signal(ask)
+    try:
+        process.wait(60)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.fixture(scope="session")
+def ray_address():
+    with running_cluster(cluster_env(), "--include-dashboard=false") as address:
+        yield address
+
+
+def serve_config() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+
+
 def write_config(path: Path, *, port: int, **args: object) -> None:
-    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    config = serve_config()
     config["http_options"]["port"] = port
     application = config["applications"][0]
     application["args"] |= args
     path.write_text(yaml.safe_dump(config))
 
 
-@pytest.fixture(scope="session")
-def application(ray_address, tmp_path_factory):
-    """`serve run serve_config.yaml`, with a tiny model and another port, until it is ready."""
-    home = tmp_path_factory.mktemp("application")
+@contextmanager
+def running_application(
+    home: Path, ray_address: str, env: dict[str, str], **args: object
+) -> Iterator[Application]:
+    """`serve run serve_config.yaml`, with a tiny model and another port, once it is ready."""
     model = build_tiny_model("qwen3", home / "tiny-qwen3")
     root, port, log = home / "root", free_port(), home / "serve.log"
     write_config(
@@ -93,28 +120,34 @@ def application(ray_address, tmp_path_factory):
         prefill_split_tokens=64,
         storage_root=str(root),
         num_gpus=0,
+        **args,
     )
     with log.open("wb") as sink:
         process = subprocess.Popen(
             [str(BIN / "serve"), "run", str(home / "serve_config.yaml"), "--address", ray_address],
             cwd=ROOT,
-            env=cluster_env(),
+            env=env,
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     base_url = f"http://127.0.0.1:{port}"
-    ready = subprocess.run(
-        [str(BIN / "wllm"), "wait-ready", "--base-url", base_url, "--timeout", "240"],
-        env=cluster_env(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ready.returncode == 0, ready.stderr + log.read_text()[-4000:]
-    yield Application(base_url, ray_address, root, model, "tiny", log)
-    process.send_signal(signal.SIGINT)
     try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        ready = subprocess.run(
+            [str(BIN / "wllm"), "wait-ready", "--base-url", base_url, "--timeout", "240"],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ready.returncode == 0, ready.stderr + log.read_text()[-4000:]
+        yield Application(base_url, ray_address, root, model, "tiny", log, env)
+    finally:
+        _end(process, signal.SIGINT)
+
+
+@pytest.fixture(scope="session")
+def application(ray_address, tmp_path_factory):
+    home = tmp_path_factory.mktemp("application")
+    with running_application(home, ray_address, cluster_env()) as running:
+        yield running

@@ -37,9 +37,20 @@ def test_put_joins_buffers_of_any_shape(store):
     assert store.get("a") == b"head" + array.tobytes()
 
 
+def test_a_stream_has_the_same_bytes_and_lines(store):
+    data = b"".join(b"%d \xe2\x80\xa8\r\n" % n for n in range(300_000)) + b"end"
+    store.put("a/b", data)
+    with store.open("a/b") as stream:
+        assert list(stream) == data.splitlines(keepends=True)
+    with store.open("a/b") as stream:
+        assert stream.read(7) + stream.read() == data
+
+
 def test_empty_object(store):
     store.put("a", b"")
     assert store.get("a") == b""
+    with store.open("a") as stream:
+        assert stream.read() == b""
     assert store.size("a") == 0
 
 
@@ -96,6 +107,8 @@ def test_missing_objects(store):
     with pytest.raises(NotFoundError, match="no a/b under") as error:
         store.get("a/b")
     assert error.value.code == "object_not_found"
+    with pytest.raises(NotFoundError, match="no a/b under"):
+        store.open("a/b")
     assert store.size("a/b") is None
     store.put("file", b"x")
     assert store.size("file/below") is None
@@ -122,6 +135,7 @@ def test_keys_that_are_not_plain_are_refused(store, key):
     calls = (
         lambda: store.put(key, b"x"),
         lambda: store.get(key),
+        lambda: store.open(key),
         lambda: store.size(key),
         lambda: store.delete(key),
         lambda: store.local_path(key),

@@ -102,3 +102,15 @@ def relative_l2(found, expected):
     """[...] relative L2 over the last axis, in float64."""
     difference = np.linalg.norm(found.astype(np.float64) - expected, axis=-1)
     return difference / np.linalg.norm(expected.astype(np.float64), axis=-1)
+
+
+def idle(engine):
+    """Nothing reserved, nothing scheduled, nothing queued."""
+    loop = engine._loop
+    return loop.call(
+        lambda: (
+            len(loop.driver.capture.router) == 0
+            and loop.driver._core.scheduler.get_num_unfinished_requests() == 0
+            and len(loop._admission) == 0
+        )
+    )

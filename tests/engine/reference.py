@@ -15,13 +15,13 @@ class Reference:
         lists = [m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList)]
         (self.blocks,) = [blocks for blocks in lists if len(blocks) == layers]
 
-    def last_rows(self, token_ids):
-        """[layers, hidden] float32: each block's output at the last token."""
+    def rows_at(self, token_ids, positions):
+        """[positions, layers, hidden] float32: each block's output there."""
         rows = []
 
         def keep(_, __, output):
             hidden = output[0] if isinstance(output, tuple) else output
-            rows.append(hidden[0, -1].float().numpy().copy())
+            rows.append(hidden[0, positions].float().numpy().copy())
 
         handles = [block.register_forward_hook(keep) for block in self.blocks]
         try:
@@ -30,8 +30,8 @@ class Reference:
         finally:
             for handle in handles:
                 handle.remove()
-        return np.stack(rows)
+        return np.stack(rows, axis=1)
 
     def all_rows(self, prompts):
-        """[prompts, layers, hidden]."""
-        return np.stack([self.last_rows(prompt) for prompt in prompts])
+        """[prompts, layers, hidden]: each block's output at the last token."""
+        return np.concatenate([self.rows_at(prompt, [-1]) for prompt in prompts])

@@ -6,8 +6,9 @@ import time
 
 import pytest
 from conftest import prompts_of, task_of
+from tiny_models import LAYERS, MAX_LEN
 
-from wllm_ray.errors import CaptureError
+from wllm_ray.errors import CaptureError, InvalidInputError
 
 pytestmark = pytest.mark.requirement("R-5", "C-3")
 
@@ -90,10 +91,33 @@ def test_a_split_that_was_not_planned_fails_the_row(fresh, monkeypatch):
 
     def pretend():
         finished = step()
-        driver.capture.scheduled = dict.fromkeys(driver.capture.scheduled, 3)
+        driver.capture.ran = dict.fromkeys(driver.capture.ran, (0, 3))
         return finished
 
     monkeypatch.setattr(driver, "step", pretend)
     chunk = fresh.extract(task_of(prompts_of([5]), (0,)))
     assert chunk.failures[0].code == "engine_failed"
-    assert "ran 3 tokens" in chunk.failures[0].message
+    assert "ran positions 0 to 3" in chunk.failures[0].message
+
+
+def test_a_request_that_the_engine_forgot_is_a_dead_engine(fresh, monkeypatch):
+    driver = fresh._loop.driver
+    step = driver.step
+
+    def forget():
+        driver._core.abort_requests(list(driver._core.scheduler.requests))
+        return step()
+
+    monkeypatch.setattr(driver, "step", forget)
+    with pytest.raises(CaptureError, match="ran no token") as error:
+        fresh.extract(task_of(prompts_of([5]), (0,)))
+    assert error.value.code == "engine_dead"
+
+
+def test_a_cache_without_room_for_the_longest_prompt_is_refused(open_engine):
+    """vLLM starts with exactly enough; what the filler takes would keep that prompt out."""
+    block = 32 * 2 * LAYERS * 2 * 32 * 4
+    blocks = -(-(MAX_LEN + 1) // 32) + 1
+    with pytest.raises(InvalidInputError, match=r"raise kv_cache_memory_bytes") as error:
+        open_engine("qwen3", max_model_len=MAX_LEN - 1, kv_cache_memory_bytes=blocks * block)
+    assert error.value.code == "invalid_argument"

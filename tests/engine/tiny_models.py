@@ -15,12 +15,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DeepseekV2Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     Olmo2Config,
+    OPTConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -83,6 +86,64 @@ def _granite() -> PreTrainedConfig:
     )
 
 
+def _deepseek_v2() -> PreTrainedConfig:
+    """Latent attention, which vLLM takes at ranks that add up to 576."""
+    return DeepseekV2Config(
+        **_MULTI_HEAD,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+    )
+
+
+def _opt_350m() -> PreTrainedConfig:
+    """Norms at the end of each block, none at the end of the model, a narrower head."""
+    return OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        ffn_dim=256,
+        word_embed_proj_dim=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        max_position_embeddings=MAX_LEN,
+        init_std=0.2,
+        do_layer_norm_before=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+
+
+def _granite_hybrid() -> PreTrainedConfig:
+    """Three Mamba2 layers and one of attention, dense."""
+    return GraniteMoeHybridConfig(
+        **_COMMON,
+        layer_types=["mamba", "attention", "mamba", "mamba"],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=HIDDEN,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.3,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=32,
+        mamba_n_groups=1,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_chunk_size=64,
+    )
+
+
 FAMILIES = {
     "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=32),
     "llama": lambda: LlamaConfig(**_COMMON),
@@ -95,6 +156,9 @@ FAMILIES = {
     "cohere": lambda: CohereConfig(**_COMMON | {"tie_word_embeddings": True}),
     "stablelm": lambda: StableLmConfig(**_COMMON),
     "granite": _granite,
+    "deepseek_v2": _deepseek_v2,
+    "granite_hybrid": _granite_hybrid,
+    "opt_350m": _opt_350m,
 }
 
 

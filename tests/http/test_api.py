@@ -181,6 +181,16 @@ async def test_the_same_id_with_another_request_is_a_conflict(tmp_path, at_once)
     assert error["code"] == ("dataset_conflict" if at_once else "dataset_immutable")
 
 
+@pytest.mark.requirement("H-7", "L-6")
+async def test_fewer_rows_under_a_committed_id_are_a_conflict_that_names_the_others(tmp_path):
+    app = Application(open_store(tmp_path))
+    request = body(persistence="dataset", dataset_id="d", rows_per_shard=1)
+    await post(app, request)
+    fewer = request | {"rows": request["rows"][:1]}
+    error = error_of(await post(app, fewer), 409)
+    assert error["details"]["rows"] == [row["id"] for row in request["rows"][1:]]
+
+
 @pytest.mark.requirement("S-3")
 async def test_a_caller_that_leaves_does_not_take_the_commit_along(tmp_path):
     app = Application(open_store(tmp_path), engine=FakeEngine(delay_s=0.1))

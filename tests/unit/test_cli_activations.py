@@ -1,19 +1,15 @@
 """``wllm activations`` against a whole application on a loopback port."""
 
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.fakes import (
@@ -27,14 +23,11 @@ from tests.fakes import (
     serving,
 )
 from wllm_ray.cli import app as wllm
-from wllm_ray.cli.rows_file import RowsFile
 from wllm_ray.client import WLLMClient
 from wllm_ray.dataset.reader import load_dataset
 from wllm_ray.dataset.store import open_store
-from wllm_ray.errors import IntegrityError, InvalidInputError
 from wllm_ray.extraction import ExtractionLimits
 from wllm_ray.records import RowFailure
-from wllm_ray.rows import parse_rows, read_jsonl
 from wllm_ray.sites import HookSite
 
 WLLM = [sys.executable, "-c", "from wllm_ray.cli import main; main()"]
@@ -324,7 +317,7 @@ def test_a_committed_dataset_is_left_alone(app, job):
     app.requests.clear()
     result = job.run(rows_per_shard="4")
     assert result.exit_code == 0
-    assert app.requests == [("GET", "/v1/models")]
+    assert app.requests == [("GET", "/v1/models"), ("GET", "/v1/extraction-schema")]
     assert job.files() == before
     assert app.engine.captured.total() == ran
     assert result.summary["shards_resumed"] == 3
@@ -513,71 +506,3 @@ def test_progress_goes_to_stderr_and_stdout_is_one_json_line(job):
     assert len(stdout.splitlines()) == 1
     assert json.loads(stdout)["status"] == "committed"
     assert "10/10" in stderr
-
-
-# --- the file -------------------------------------------------------------------------------------
-
-
-def problems_in_memory(data: bytes):
-    try:
-        parse_rows(read_jsonl(io.BytesIO(data)))
-    except InvalidInputError as error:
-        return error.code, error.details
-    return None
-
-
-@pytest.mark.requirement("L-6")
-@given(
-    st.lists(st.sampled_from(["a", "b", "c", "é", "bad", ""]) | st.text(max_size=3), max_size=40)
-)
-def test_a_file_is_judged_as_the_same_rows_in_memory(tmp_path_factory, ids):
-    lines = [
-        b"nope" if one == "bad" else json.dumps({"id": one, "prompt": ""}).encode() for one in ids
-    ]
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    path.write_bytes(b"\n".join(lines))
-    rows = RowsFile(path)
-    try:
-        read, found = [row.id for row in rows()], None
-    except InvalidInputError as error:
-        read, found = [], (error.code, error.details)
-    assert found == problems_in_memory(path.read_bytes())
-    if found is None:
-        assert read == ids
-        assert [row.id for row in rows()] == ids
-
-
-def test_many_repeated_ids_are_counted_and_the_first_are_listed(tmp_path):
-    rows = [{"id": f"r{n % 600}", "prompt": ""} for n in range(1000)]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(InvalidInputError, match="400 malformed rows") as caught:
-        list(RowsFile(path)())
-    listed = [(one["line"], one["message"][-3:]) for one in caught.value.details["problems"]]
-    assert listed[:2] == [(601, "e 1"), (602, "e 2")]
-    assert len(listed) == 50
-
-
-def test_a_file_that_is_changed_while_it_is_read_is_found_out(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", prompts(3))
-    rows = RowsFile(path)
-    list(rows())
-    path.write_bytes(b"nope\n")
-    with pytest.raises(IntegrityError, match="leave the file alone"):
-        list(rows())
-
-
-@pytest.mark.requirement("L-3")
-def test_memory_grows_by_at_most_32_bytes_a_row(tmp_path):
-    def peak(count: int) -> int:
-        path = write_rows(tmp_path / f"{count}.jsonl", prompts(count))
-        rows = RowsFile(path)
-        tracemalloc.start()
-        try:
-            for _ in rows():
-                pass
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    peak(10)
-    assert (peak(22_000) - peak(2_000)) / 20_000 < 32

@@ -19,7 +19,7 @@ from tests.fakes import (
     serving,
 )
 from wllm_ray.client import AsyncWLLMClient, WLLMClient
-from wllm_ray.client.border import error_class, error_from_response, translated
+from wllm_ray.client.border import error_from_response, translated
 from wllm_ray.client.connection import Connection
 from wllm_ray.client.inputs import input_rows
 from wllm_ray.client.remote import request_bodies, sent_row
@@ -37,6 +37,7 @@ from wllm_ray.errors import (
     UnauthorizedError,
     UnavailableError,
     WLLMError,
+    error_class,
 )
 from wllm_ray.extraction import ExtractionLimits
 from wllm_ray.plan import ShardLimits

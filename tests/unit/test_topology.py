@@ -170,12 +170,23 @@ def test_no_list_of_the_right_length_is_refused():
         settled(Toy(), num_layers=5)
 
 
-def test_two_lists_that_both_run_are_refused():
+def test_blocks_that_stand_in_two_lists_are_one_candidate():
     model = Toy("tensor")
     model.others = model.blocks
     model.twin = nn.ModuleList(model.blocks)
-    lists = find_block_lists(model, LAYERS)
-    assert set(lists) == {"blocks", "twin"}
+    assert set(find_block_lists(model, LAYERS)) == {"blocks"}
+    assert settled(model).blocks_name == "blocks"
+
+
+def test_two_lists_that_both_run_are_refused():
+    class Twice(Toy):
+        def forward(self):
+            for block in self.towers:
+                block(None, torch.randn(TOKENS, HIDDEN))
+            return super().forward()
+
+    model = Twice("tensor")
+    model.towers = nn.ModuleList(Block("tensor") for _ in range(LAYERS))
     with pytest.raises(CaptureError, match="expected exactly one list"):
         settled(model)
 
@@ -192,10 +203,22 @@ def test_lists_inside_blocks_are_not_candidates():
     assert set(find_block_lists(model, LAYERS)) == {"blocks"}
 
 
-def test_a_model_without_a_final_norm_is_refused():
+def test_without_a_final_norm_a_projection_of_every_token_speaks_for_the_stream():
     model = Toy("tensor")
-    model.final = nn.Linear(HIDDEN, 99)
-    with pytest.raises(CaptureError, match="no module with an output of width 16"):
+    model.final = nn.Linear(HIDDEN, 9)
+    found = settled(model)
+    assert found.final_norm is model.final
+    assert found.evidence == {Residual.TENSOR: 0.0}
+
+
+def test_with_nothing_but_the_head_behind_the_blocks_the_model_is_refused():
+    class LastTokenHead(nn.Linear):
+        def forward(self, stream):
+            return super().forward(stream[-1:])
+
+    model = Toy("tensor")
+    model.final = LastTokenHead(HIDDEN, 99)
+    with pytest.raises(CaptureError, match=r"no module with an output of width 16.*'final'"):
         settled(model)
 
 

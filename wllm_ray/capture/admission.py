@@ -31,12 +31,15 @@ class Limits:
     """What one pass can hold.
 
     Attributes:
-        split_tokens: Tokens in a pass, and the multiple at which longer prompts are split.
+        pass_tokens: Tokens that prompts may share one pass with.
+        split_tokens: The multiple at which longer prompts are split. It is more than
+            ``pass_tokens`` where the engine cannot split: a longer prompt then runs whole, alone.
         max_requests: Requests in a pass, fillers left out.
         cache_blocks: Blocks of the key-value cache.
         blocks_for: Blocks that a prompt of so many tokens takes.
     """
 
+    pass_tokens: int
     split_tokens: int
     max_requests: int
     cache_blocks: int
@@ -56,6 +59,13 @@ class PassPlan(Generic[T]):
     admitted: list[T] = field(default_factory=list)
     tokens: dict[T, int] = field(default_factory=dict)
     filler_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Running:
+    tokens: int
+    blocks: int
+    done: int = 0
 
 
 @dataclass(slots=True)
@@ -79,7 +89,7 @@ class Admission(Generic[T]):
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._waiting: deque[tuple[T, int]] = deque()
-        self._running: dict[T, tuple[int, int]] = {}
+        self._running: dict[T, _Running] = {}
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -95,36 +105,41 @@ class Admission(Generic[T]):
             self._running.pop(request, None)
 
     def next_pass(self) -> PassPlan[T]:
-        """Plan the pass; the requests in it count as running until :meth:`ran` or :meth:`drop`."""
+        """Plan the pass; the requests in it count as running until they are dropped."""
         plan: PassPlan[T] = PassPlan()
-        room = _Room(
-            self._limits.split_tokens, self._limits.max_requests, self._limits.cache_blocks
-        )
-        for request, (left, blocks) in self._running.items():
-            plan.tokens[request] = min(left, self._limits.split_tokens)
-            room.take(plan.tokens[request], blocks)
+        limits = self._limits
+        room = _Room(limits.pass_tokens, limits.max_requests, limits.cache_blocks)
+        for request, running in self._running.items():
+            plan.tokens[request] = min(running.tokens - running.done, limits.split_tokens)
+            room.take(min(plan.tokens[request], room.tokens), running.blocks)
         self._admit(plan, room)
-        plan.filler_tokens = max(0, MIN_PASS_TOKENS - sum(plan.tokens.values()))
+        if total := sum(plan.tokens.values()):
+            plan.filler_tokens = max(0, MIN_PASS_TOKENS - total)
         return plan
 
-    def ran(self, request: T, tokens: int) -> None:
-        """The engine ran so many tokens of a request."""
-        left, blocks = self._running.pop(request)
-        if left > tokens:
-            self._running[request] = (left - tokens, blocks)
+    def start_of(self, request: T) -> int:
+        """The position that a running request goes on from."""
+        return self._running[request].done
+
+    def ran(self, request: T, end: int) -> None:
+        """The engine has run a request up to a position; after pre-emption that can be less."""
+        self._running[request].done = end
+
+    def end(self, request: T) -> None:
+        """The engine is done with a request."""
+        self._running.pop(request, None)
 
     def _admit(self, plan: PassPlan[T], room: _Room) -> None:
+        limits = self._limits
         for request, tokens in list(islice(self._waiting, _LOOK_AHEAD)) if room.tokens else ():
-            long = tokens > self._limits.split_tokens
-            if long and plan.tokens:
+            if tokens > limits.pass_tokens and plan.tokens:
                 continue
-            blocks = self._limits.blocks_for(tokens)
-            if room.take(min(tokens, self._limits.split_tokens), blocks):
+            blocks = limits.blocks_for(tokens)
+            if room.take(min(tokens, limits.pass_tokens), blocks):
                 plan.admitted.append(request)
-                plan.tokens[request] = min(tokens, self._limits.split_tokens)
-                self._running[request] = (tokens, blocks)
-        admitted = set(plan.admitted)
-        self._take_from_queue(admitted)
+                plan.tokens[request] = min(tokens, limits.split_tokens)
+                self._running[request] = _Running(tokens, blocks)
+        self._take_from_queue(set(plan.admitted))
 
     def _take_from_queue(self, admitted: set[T]) -> None:
         passed: list[tuple[T, int]] = []

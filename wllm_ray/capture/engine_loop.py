@@ -196,7 +196,7 @@ class EngineLoop:
     def _one_pass(self) -> None:
         plan = self._admission.next_pass()
         self._hand_over(plan)
-        self.driver.capture.scheduled = None
+        self.driver.capture.ran = None
         self._pass_started = time.monotonic()
         try:
             finished = self.driver.step()
@@ -219,16 +219,19 @@ class EngineLoop:
 
     def _account(self, plan: PassPlan[str]) -> None:
         """Compare what ran with what was planned; the runner's own numbers are the truth."""
-        ran = self.driver.capture.scheduled
+        ran = self.driver.capture.ran
         for request_id, tokens in plan.tokens.items():
+            start = self._admission.start_of(request_id)
+            planned = (start, start + tokens)
             # Rows of a pass that could not be read have failed already.
-            found = tokens if ran is None else ran.get(request_id, 0)
-            self._admission.ran(request_id, found)
-            if found != tokens and self.strict_splits:
+            found = planned if ran is None else ran.get(request_id, (start, start))
+            self._admission.ran(request_id, found[1])
+            if found != planned and self.strict_splits:
                 self._jobs[request_id][1].fail(
                     "engine_failed",
-                    f"the scheduler ran {found} tokens of the row in a pass where {tokens} were "
-                    "planned, so that its bits would depend on other rows",
+                    f"the scheduler ran positions {found[0]} to {found[1]} of the row in a pass "
+                    f"where {planned[0]} to {planned[1]} were planned, so that its bits would "
+                    "depend on other rows",
                 )
 
     def _end(self, one: Finished) -> None:
@@ -236,6 +239,7 @@ class EngineLoop:
         if found is None:
             return
         job, row = found
+        self._admission.end(one.request_id)
         self.driver.capture.release(one.request_id)
         row.logprobs = one.logprobs
         if one.error is not None:

@@ -15,14 +15,14 @@ class PassCapture:
     """Captures reserved rows in every pass. Belongs to the engine's thread alone.
 
     Attributes:
-        scheduled: Request id → tokens in the last pass, as the runner had them; None where the pass
-            could not be read.
+        ran: Request id → first position and end in the last pass, as the runner had them; None
+            where the pass could not be read.
     """
 
     def __init__(self, hooks: BlockHooks) -> None:
         self.hooks = hooks
         self.router = Router()
-        self.scheduled: dict[str, int] | None = None
+        self.ran: dict[str, tuple[int, int]] | None = None
         self._rows: dict[str, CaptureRow] = {}
 
     def reserve(self, row: CaptureRow) -> None:
@@ -37,9 +37,9 @@ class PassCapture:
 
     def begin(self, one_pass: Pass) -> None:
         """Call when the runner has laid out a pass and has not run it yet."""
-        self.scheduled = dict(
-            zip(one_pass.request_ids, one_pass.num_scheduled.tolist(), strict=True)
-        )
+        ends = one_pass.num_computed + one_pass.num_scheduled
+        spans = zip(one_pass.num_computed.tolist(), ends.tolist(), strict=True)
+        self.ran = dict(zip(one_pass.request_ids, spans, strict=True))
         routed = self.router.route(one_pass)
         for request_id, difference in routed.mismatched.items():
             self._rows[request_id].fail("token_mismatch", difference)

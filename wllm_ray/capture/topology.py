@@ -10,6 +10,7 @@ not explain is refused, and the error says what was seen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -78,7 +79,11 @@ def find_block_lists(model: nn.Module, num_layers: int) -> dict[str, tuple[nn.Mo
     if not outermost:
         seen = ", ".join(f"{name} ({len(modules)})" for name, modules in lists.items())
         raise _unknown(f"no list of {num_layers} decoder blocks; lists found: {seen or 'none'}")
-    return {name: tuple(lists[name]) for name in outermost}
+    # Gemma 4 holds its blocks in a second list as well, under another name.
+    found: dict[tuple[nn.Module, ...], str] = {}
+    for name in outermost:
+        found.setdefault(tuple(lists[name]), name)
+    return {name: blocks for blocks, name in found.items()}
 
 
 def read_stream(output: Any, residual: Residual, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -186,14 +191,23 @@ def _candidates(output: Any) -> dict[Residual, torch.Tensor]:
 
 
 def _find_norm(log: ProbeLog, blocks_name: str) -> ModuleCall:
-    """The first module entered after the last block whose output has the stream's width."""
-    after = [call for call in log.after_blocks[blocks_name] if call.output is not None]
-    for call in after:
-        if call.output is not None and call.output.shape[-1] == log.hidden_size:
-            return call
+    """The first module entered after the last block whose output has the stream's width.
+
+    Models that normalise inside their blocks have none; there it is the first module that ran on
+    every token, a projection in front of the head, which speaks for the stream just as well.
+    """
+    after = [
+        (call, call.output.shape)
+        for call in log.after_blocks[blocks_name]
+        if call.output is not None
+    ]
+    as_wide = [call for call, shape in after if shape[-1] == log.hidden_size]
+    on_all = [call for call, shape in after if math.prod(shape[:-1]) == log.num_tokens]
+    for call in as_wide or on_all:
+        return call
     raise _unknown(
-        f"no module with an output of width {log.hidden_size} ran after the last block of "
-        f"{blocks_name}; modules seen: {[call.name for call in after]}"
+        f"no module with an output of width {log.hidden_size}, or of every token, ran after the "
+        f"last block of {blocks_name}; modules seen: {[call.name for call, _ in after]}"
     )
 
 

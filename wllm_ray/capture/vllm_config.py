@@ -32,6 +32,7 @@ _OURS = {
     "enable_lora",
     "enable_prefix_caching",
     "enforce_eager",
+    "long_prefill_token_threshold",
     "max_num_batched_tokens",
     "scheduler_cls",
     "speculative_config",

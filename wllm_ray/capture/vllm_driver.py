@@ -18,9 +18,9 @@ import torch
 from wllm_ray.capture.admission import Limits
 from wllm_ray.capture.passes import PassCapture
 from wllm_ray.capture.topology import Topology
-from wllm_ray.capture.vllm_config import EngineOptions, build_config
+from wllm_ray.capture.vllm_config import BuiltConfig, EngineOptions, build_config
 from wllm_ray.capture.vllm_worker import WorkerFacts
-from wllm_ray.errors import CaptureError
+from wllm_ray.errors import CaptureError, InvalidInputError
 
 __all__ = ["Finished", "VLLMDriver", "build_driver"]
 
@@ -56,7 +56,7 @@ def build_driver(options: EngineOptions) -> VLLMDriver:
 
     config = built.vllm_config
     core = EngineCore(config, Executor.get_class(config), log_stats=False)
-    return VLLMDriver(core, max_model_len=built.max_model_len, threads=built.threads)
+    return VLLMDriver(core, built, pass_tokens=options.prefill_split_tokens)
 
 
 class VLLMDriver:
@@ -71,13 +71,13 @@ class VLLMDriver:
         threads: CPU threads, or None on a GPU.
     """
 
-    def __init__(self, core: Any, *, max_model_len: int, threads: int | None) -> None:
+    def __init__(self, core: Any, built: BuiltConfig, *, pass_tokens: int) -> None:
         self._core = core
-        self.max_model_len = max_model_len
-        self.threads = threads
+        self.max_model_len = built.max_model_len
+        self.threads = built.threads
         self._wants_logprobs = False
-        self.limits = _limits(core)
         try:
+            self.limits = _limits(core, pass_tokens, built.max_model_len)
             self.facts: WorkerFacts = self._rpc("wllm_facts")
             self.topology: Topology = self._rpc("wllm_settle", self._probe_pass)
             self.capture: PassCapture = self._rpc("wllm_install", self.topology)
@@ -159,14 +159,39 @@ def _finished(output: Any) -> Finished:
     return Finished(output.request_id, error, logprobs)
 
 
-def _limits(core: Any) -> Limits:
+def _limits(core: Any, pass_tokens: int, max_model_len: int) -> Limits:
     scheduler = core.scheduler
     cache = scheduler.kv_cache_config
     sizes = [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
-    return Limits(
-        split_tokens=int(scheduler.max_num_scheduled_tokens),
+    # Where vLLM cannot split prompts (catalogue, 13) it raises its own budget to the longest one.
+    split_tokens = int(scheduler.max_num_scheduled_tokens)
+    limits = Limits(
+        pass_tokens=min(pass_tokens, split_tokens),
+        split_tokens=split_tokens,
         max_requests=int(scheduler.max_num_running_reqs) - 1,
         # One block is vLLM's null block; the filler takes one in every group.
         cache_blocks=int(cache.num_blocks) - 1 - len(sizes),
         blocks_for=lambda tokens: sum(math.ceil(tokens / size) for size in sizes),
     )
+    _check_limits(
+        limits, max_model_len, can_split=scheduler.scheduler_config.enable_chunked_prefill
+    )
+    return limits
+
+
+def _check_limits(limits: Limits, max_model_len: int, *, can_split: bool) -> None:
+    """Refuse sizes with which the longest prompt would wait for ever."""
+    needed = limits.blocks_for(max_model_len)
+    if needed > limits.cache_blocks:
+        raise InvalidInputError(
+            f"a prompt of {max_model_len} tokens takes {needed} blocks of the key-value cache, "
+            f"which has room for {limits.cache_blocks}; raise kv_cache_memory_bytes or lower "
+            "max_model_len",
+            code="invalid_argument",
+        )
+    if not can_split and max_model_len > limits.split_tokens:
+        raise InvalidInputError(
+            f"this model's prompts cannot be split, and one pass takes {limits.split_tokens} "
+            f"tokens; lower max_model_len from {max_model_len} to that",
+            code="invalid_argument",
+        )

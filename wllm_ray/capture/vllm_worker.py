@@ -23,8 +23,9 @@ when it changes. Numbers 1 to 8 and 15 are used here, 9 to 14 in
  7. ``runner.model``, ``runner.model.compute_logits(hidden)`` (0.32.0): the module tree, and the
     path from normed hidden states to logits. Gone: ``AttributeError`` at start.
  8. ``vllm_config.model_config.get_hidden_size()``, ``.get_vocab_size()``,
-    ``.hf_text_config.num_hidden_layers``, ``.dtype``, ``.architecture`` (0.32.0). Gone:
-    ``AttributeError`` at start. Wrong: no list of blocks has that length, so start is refused.
+    ``.hf_text_config.num_hidden_layers``, ``.dtype``, ``.architecture``, ``.has_inner_state``
+    (0.32.0). Gone: ``AttributeError`` at start. Wrong: no list of blocks has that length, so start
+    is refused.
  9. ``EngineArgs(...).create_engine_config()``, ``Executor.get_class`` (0.32.0). Changed: fails at
     start.
 10. ``EngineCore(vllm_config, executor_class, log_stats)``, ``.preprocess_add_request``,
@@ -36,16 +37,19 @@ when it changes. Numbers 1 to 8 and 15 are used here, 9 to 14 in
 12. ``model_config.max_model_len`` is raised by one after the configuration is made, because the
     scheduler keeps room for one sampled token although that token is never run (0.32.0). Gone: the
     longest prompt stalls, which the driver reports as an engine that makes no progress.
-13. ``scheduler.max_num_scheduled_tokens``, ``.kv_cache_config.num_blocks``, ``.kv_cache_groups``
-    (0.32.0): the limits that admission keeps to. Changed: fails at start; wrong: passes are not run
-    as planned, which is noticed by comparing plan and pass.
+13. ``scheduler.max_num_scheduled_tokens``, ``.max_num_running_reqs``,
+    ``.scheduler_config.enable_chunked_prefill``, ``.kv_cache_config.num_blocks``,
+    ``.kv_cache_groups`` (0.32.0): the limits that admission keeps to. For some kinds of attention
+    vLLM does not split prompts and raises its budget to the longest one. Changed: fails at start;
+    wrong: passes are not run as planned, which is noticed by comparing plan and pass.
 14. On CPU the worker replaces ``torch.set_num_threads`` by a function that does nothing (0.32.0),
     so the driver sets the threads before the worker is made, through ``torch._C``.
-15. ``vllm.model_executor.layers.utils._CPU_SGL_GEMM_MAX_WEIGHT_BYTES`` (0.32.0): above this size
-    16-bit weights go to oneDNN, whose AMX kernels add up in another order for other numbers of
-    rows; the kernel below it does not (from 5 rows on). Raised before the model is loaded, so that
-    a row's bits do not depend on its pass. Gone: ``AttributeError`` at start. Without effect: the
-    self-test finds class ``tolerance``.
+15. ``vllm.model_executor.layers.utils._CPU_SGL_GEMM_MAX_WEIGHT_BYTES`` (0.32.0): on CPUs with AMX,
+    16-bit weights above this size go to oneDNN, whose AMX kernels add up in another order for other
+    numbers of rows; the kernel below it does not (from 5 rows on). Raised before the model is
+    loaded, because weights are packed for one kernel or the other at that time. Costs up to an
+    eighth of the speed. Read nowhere else, so without AMX it changes nothing. Gone or without
+    effect: the self-test finds class ``tolerance``.
 """
 
 from __future__ import annotations
@@ -75,14 +79,18 @@ def prefer_invariant_kernels() -> None:
     """On CPU, choose matrix kernels whose results do not depend on the number of rows (15)."""
     from vllm.model_executor.layers import utils
 
-    # Read first, so that a vLLM without the name fails here and not silently.
-    limit = utils._CPU_SGL_GEMM_MAX_WEIGHT_BYTES  # noqa: SLF001
-    utils._CPU_SGL_GEMM_MAX_WEIGHT_BYTES = max(limit, sys.maxsize)  # noqa: SLF001
+    if hasattr(utils, "_CPU_SGL_GEMM_MAX_WEIGHT_BYTES"):
+        utils._CPU_SGL_GEMM_MAX_WEIGHT_BYTES = sys.maxsize  # noqa: SLF001
+    else:
+        _log.warning("this vLLM chooses its matrix kernels in a way that is not known here")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What the worker knows of its model."""
+    """What the worker knows of its model.
+
+    ``recurrent``: some layers carry a state from pass to pass (Mamba, short convolutions).
+    """
 
     architecture: str
     num_layers: int
@@ -90,6 +98,7 @@ class WorkerFacts:
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
+    recurrent: bool
 
 
 class CaptureExtension:
@@ -108,6 +117,7 @@ class CaptureExtension:
             vocab_size=int(config.get_vocab_size()),
             dtype=config.dtype,
             device=torch.device(self.model_runner.device),
+            recurrent=bool(config.has_inner_state),
         )
 
     def wllm_settle(self, run_probe_pass: Callable[[], int]) -> Topology:

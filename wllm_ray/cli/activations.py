@@ -8,43 +8,34 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from wllm_ray.cli.options import LOCAL_APPLICATION, BaseUrl
-from wllm_ray.cli.reporting import DONE, ROWS_FAILED, print_json, reports_errors, say
-from wllm_ray.errors import InvalidInputError, WLLMError
+from wllm_ray.cli.options import (
+    LOCAL_APPLICATION,
+    BaseUrl,
+    BatchSize,
+    DatasetId,
+    Layers,
+    Position,
+    Resume,
+    RowsPerShard,
+    SiteKind,
+    Sites,
+    batch_size_of,
+    selection_of,
+)
+from wllm_ray.cli.reporting import fail, reports_errors
+from wllm_ray.errors import WLLMError
 
 if TYPE_CHECKING:
     from wllm_ray.cli.progress import ProgressBar
-    from wllm_ray.client.job import JobOutcome
-    from wllm_ray.schema import ModelCard
+    from wllm_ray.coordinator import FlowLimits
 
 __all__ = ["activations"]
-
-LISTED_FAILURES = 10
-
 
 Rows = Annotated[
     Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="UTF-8 JSONL file.")
 ]
 Model = Annotated[str, typer.Option(help="The served model's name.")]
 Output = Annotated[str, typer.Option(help="Storage root to write to: a folder or a URI.")]
-Layers = Annotated[
-    list[str] | None,
-    typer.Option(help="Zero-based blocks: `12`, `0,5,9` or `all`; may be repeated."),
-]
-SiteKind = Annotated[str, typer.Option(help="Site kind for --layer; `block` is resid_post.")]
-Sites = Annotated[
-    list[str] | None,
-    typer.Option("--hook-site", "--sites", help="Further sites by name: `L12_mlp_out`."),
-]
-Position = Annotated[str, typer.Option(help="Which token of a row.")]
-BatchSize = Annotated[str, typer.Option(help="Rows per request, or `auto`.")]
-RowsPerShard = Annotated[
-    int | None, typer.Option(min=1, max=1_048_576, help="Upper bound of a shard.")
-]
-DatasetId = Annotated[
-    str | None, typer.Option(help="Default: made from what is asked, so it is found again.")
-]
-Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Go on with what is there.")]
 ApiKey = Annotated[
     str | None,
     typer.Option(envvar="WLLM_API_KEY", help="Better set in the environment: `ps` shows it."),
@@ -91,22 +82,20 @@ def activations(  # noqa: PLR0913 (one option per thing that can be asked)
         timeout_s=timeout,
         quiet=quiet,
     )
-    asked = {"site": site, "sites": _split(hook_site), "position": position}
+    asked = {"layers": layer, "site": site, "sites": hook_site, "position": position}
     try:
         code = asyncio.run(
             run.capture(
                 model,
-                layer,
                 asked,
                 dataset_id=dataset_id,
                 rows_per_shard=rows_per_shard,
-                batch_size=_batch_size(batch_size),
+                batch_size=batch_size_of(batch_size),
                 resume=resume,
             )
         )
     except WLLMError as error:
-        print_json({"status": "error", "exit_code": 2, **error.to_json()})
-        raise
+        fail(error)
     raise typer.Exit(code)
 
 
@@ -135,7 +124,6 @@ class _Run:
     async def capture(
         self,
         model: str,
-        layers: list[str] | None,
         asked: dict[str, Any],
         *,
         dataset_id: str | None,
@@ -144,93 +132,40 @@ class _Run:
         resume: bool,
     ) -> int:
         """Run the job, report it, and return the exit code."""
-        from wllm_ray.cli.rows_file import RowsFile
-        from wllm_ray.client.job import JobPlan, run_job
-        from wllm_ray.coordinator import FlowLimits
+        from wllm_ray.cli.outcome import report
+        from wllm_ray.client.job import run_over_http
+        from wllm_ray.client.remote import Remote
+        from wllm_ray.job.rows_file import RowsFile
+        from wllm_ray.job.run import RunOptions
+        from wllm_ray.job.source import SourcePlan
         from wllm_ray.plan import ShardLimits
-        from wllm_ray.requests import select
+        from wllm_ray.schema import ExtractionSchema
 
         try:
             source = RowsFile(self._path)
             # An application that is not there at the beginning is told at once, not waited for.
             card = await self._connection.model(model)
             self._connection.patience_s = self._patience_s
+            schema = await self._connection.get("/v1/extraction-schema", ExtractionSchema)
+            selection = selection_of(card, **asked)
             limits = ShardLimits() if rows_per_shard is None else ShardLimits(rows_per_shard)
-            deadline_s = self._patience_s + 2 * self._timeout_s
-            plan = JobPlan(
-                card,
-                select(card, layers=_layers(layers, card), **asked),
-                source,
-                dataset_id,
-                limits,
-                batch_size,
-                resume,
-                FlowLimits(attempts=1, chunk_deadline_s=deadline_s),
-            )
+            plan = SourcePlan(card, selection, source, dataset_id, limits)
+            remote = Remote(self._connection, card, selection, schema)
+            options = RunOptions(batch_size, resume, self._flow())
             with _progress(quiet=self._quiet) as progress:
-                outcome = await run_job(self._connection, self._store, plan, progress)
-            return await asyncio.to_thread(self._report, outcome, source)
+                outcome = await run_over_http(remote, self._store, plan, options, progress)
+            return await asyncio.to_thread(report, self._store, outcome, source)
         finally:
             await self._connection.close()
 
-    def _report(self, outcome: JobOutcome, source: Any) -> int:
-        from wllm_ray.cli.summary import failures_of, summary_of, write_run_files
+    def _flow(self) -> FlowLimits:
+        """One attempt at a chunk: the connection repeats requests itself."""
+        from wllm_ray.coordinator import FlowLimits
 
-        failures = list(failures_of(self._store, outcome, source))
-        summary = summary_of(self._store, outcome, failures)
-        write_run_files(self._store, outcome.spec.dataset_id, summary, failures)
-        code = ROWS_FAILED if failures else DONE
-        _say_result(outcome, failures)
-        print_json({**summary, "shards_resumed": outcome.resumed, "exit_code": code})
-        return code
-
-
-def _say_result(outcome: JobOutcome, failures: list[dict[str, Any]]) -> None:
-    for one in failures[:LISTED_FAILURES]:
-        kind = "permanent" if one["permanent"] else "may pass"
-        say(f"  row {one['index']} {one['id']!a}: {one['code']} ({kind}): {one['message']}")
-    if len(failures) > LISTED_FAILURES:
-        say(f"  and {len(failures) - LISTED_FAILURES} more")
-    dataset_id, rows = outcome.spec.dataset_id, outcome.spec.rows
-    if outcome.manifest is not None:
-        say(f"dataset {dataset_id}: {rows} rows, {outcome.manifest.rows_failed} failed, committed")
-        return
-    kept, total = len(outcome.receipts), len(outcome.spec.shards)
-    say(
-        f"dataset {dataset_id}: {len(outcome.transient)} of {rows} rows failed for reasons that "
-        f"may pass, so nothing was committed; {kept} of {total} shards are kept, run the same "
-        f"command again to finish the rest"
-    )
+        return FlowLimits(attempts=1, chunk_deadline_s=self._patience_s + 2 * self._timeout_s)
 
 
 def _progress(*, quiet: bool) -> ProgressBar:
     from wllm_ray.cli.progress import ProgressBar
 
     return ProgressBar(quiet=quiet)
-
-
-def _split(values: list[str] | None) -> list[str]:
-    return [part.strip() for value in values or () for part in value.split(",") if part.strip()]
-
-
-def _layers(values: list[str] | None, card: ModelCard) -> list[int]:
-    parts = _split(values)
-    if parts == ["all"]:
-        return list(range(card.num_layers))
-    for part in parts:
-        if not (part.isascii() and part.isdigit()):
-            raise InvalidInputError(
-                f"--layer takes zero-based block numbers, or `all` alone; found {part!a}",
-                code="invalid_argument",
-            )
-    return [int(part) for part in parts]
-
-
-def _batch_size(text: str) -> int | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    if text.isascii() and text.isdigit() and 1 <= int(text) <= 4096:  # noqa: PLR2004 (as in HTTP)
-        return int(text)
-    raise InvalidInputError(
-        f"--batch-size takes 1 to 4096, or `auto`; found {text!a}", code="invalid_argument"
-    )

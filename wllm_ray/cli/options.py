@@ -1,15 +1,105 @@
-"""Options that several commands share."""
+"""Options that several commands share, and what their texts mean."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-__all__ = ["LOCAL_APPLICATION", "LOCAL_DASHBOARD", "AsJson", "BaseUrl"]
+from wllm_ray.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from wllm_ray.requests import Selection, Served
+
+__all__ = [
+    "LOCAL_APPLICATION",
+    "LOCAL_DASHBOARD",
+    "AsJson",
+    "BaseUrl",
+    "BatchSize",
+    "DatasetId",
+    "Layers",
+    "Position",
+    "Resume",
+    "RowsPerShard",
+    "SiteKind",
+    "Sites",
+    "batch_size_of",
+    "selection_of",
+]
 
 LOCAL_APPLICATION = "http://127.0.0.1:8000"
 LOCAL_DASHBOARD = "http://127.0.0.1:8265"
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON line instead of text.")]
 BaseUrl = Annotated[str, typer.Option(help="Where the application listens.")]
+Layers = Annotated[
+    list[str] | None,
+    typer.Option(help="Zero-based blocks: `12`, `0,5,9` or `all`; may be repeated."),
+]
+SiteKind = Annotated[str, typer.Option(help="Site kind for --layer; `block` is resid_post.")]
+Sites = Annotated[
+    list[str] | None,
+    typer.Option("--hook-site", "--sites", help="Further sites by name: `L12_mlp_out`."),
+]
+Position = Annotated[str, typer.Option(help="Which token of a row.")]
+BatchSize = Annotated[str, typer.Option(help="Rows per request, or `auto`.")]
+RowsPerShard = Annotated[
+    int | None, typer.Option(min=1, max=1_048_576, help="Upper bound of a shard.")
+]
+DatasetId = Annotated[
+    str | None, typer.Option(help="Default: made from what is asked, so it is found again.")
+]
+Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Go on with what is there.")]
+
+
+def selection_of(
+    served: Served,
+    *,
+    layers: list[str] | None,
+    site: str,
+    sites: list[str] | None,
+    position: str,
+) -> Selection:
+    """What the options ask of every row.
+
+    Raises:
+        InvalidInputError: A layer or site that cannot be.
+        NotOfferedError: A site kind or position that is not captured here.
+    """
+    from wllm_ray.requests import select
+
+    numbers = _layers(layers, served.num_layers)
+    return select(served, layers=numbers, site=site, sites=_split(sites), position=position)
+
+
+def batch_size_of(text: str) -> int | Literal["auto"]:
+    """What `--batch-size` says.
+
+    Raises:
+        InvalidInputError: Neither a number in range nor `auto`.
+    """
+    if text == "auto":
+        return "auto"
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= 4096:  # noqa: PLR2004 (as in HTTP)
+        return int(text)
+    raise InvalidInputError(
+        f"--batch-size takes 1 to 4096, or `auto`; found {text!a}", code="invalid_argument"
+    )
+
+
+def _split(values: list[str] | None) -> list[str]:
+    return [part.strip() for value in values or () for part in value.split(",") if part.strip()]
+
+
+def _layers(values: list[str] | None, num_layers: int) -> list[int]:
+    parts = _split(values)
+    if parts == ["all"]:
+        return list(range(num_layers))
+    for part in parts:
+        if not (part.isascii() and part.isdigit()):
+            raise InvalidInputError(
+                f"--layer takes zero-based block numbers, or `all` alone; found {part!a}",
+                code="invalid_argument",
+            )
+    return [int(part) for part in parts]

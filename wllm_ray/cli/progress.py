@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -16,17 +16,18 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
-from wllm_ray.client.job import Progress
-from wllm_ray.dataset.manifest import DatasetSpec
+from wllm_ray.dataset.manifest import DatasetSpec, Receipt
+from wllm_ray.job.progress import RowCount
 from wllm_ray.records import Chunk
 
 __all__ = ["ProgressBar"]
 
 
-class ProgressBar(Progress):
+class ProgressBar(RowCount):
     """Shows rows captured, of all rows; a context manager."""
 
     def __init__(self, *, quiet: bool) -> None:
+        super().__init__()
         self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -37,21 +38,21 @@ class ProgressBar(Progress):
             disable=quiet,
         )
         self._task = self._bar.add_task("checking the input", total=None)
-        self._captured: Counter[int] = Counter()
-        self._spec: DatasetSpec | None = None
 
-    def planned(self, spec: DatasetSpec, rows_done: int) -> None:
+    def planned(self, spec: DatasetSpec, receipts: Mapping[int, Receipt]) -> None:
         """Show the total, and what was written before."""
-        self._spec = spec
-        self._bar.update(self._task, description="rows", total=spec.rows, completed=rows_done)
+        super().planned(spec, receipts)
+        self._bar.update(self._task, description="rows", total=self.total, completed=self.done)
 
     def captured(self, chunk: Chunk) -> None:
-        """Count a chunk; rows that are tried again count once."""
-        assert self._spec is not None, "captured before it was planned"
-        room = self._spec.shards[chunk.shard].rows - self._captured[chunk.shard]
-        rows = min(len(chunk.rows), room)
-        self._captured[chunk.shard] += rows
-        self._bar.advance(self._task, rows)
+        """Show that a chunk is captured."""
+        super().captured(chunk)
+        self._bar.update(self._task, completed=self.done)
+
+    def staged(self, receipt: Receipt) -> None:
+        """Show that a shard is written."""
+        super().staged(receipt)
+        self._bar.update(self._task, completed=self.done)
 
     def __enter__(self) -> Self:
         self._bar.start()

@@ -7,13 +7,22 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 
 from wllm_ray.errors import WLLMError
 
-__all__ = ["DONE", "FAILED", "INTERRUPTED", "ROWS_FAILED", "print_json", "reports_errors", "say"]
+__all__ = [
+    "DONE",
+    "FAILED",
+    "INTERRUPTED",
+    "ROWS_FAILED",
+    "fail",
+    "print_json",
+    "reports_errors",
+    "say",
+]
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -29,6 +38,13 @@ def say(text: str) -> None:
 def print_json(value: dict[str, Any]) -> None:
     """One line for programs, on stdout."""
     typer.echo(json.dumps(value, ensure_ascii=True, allow_nan=False))
+
+
+def fail(error: WLLMError) -> NoReturn:
+    """End a command whose last line on stdout is always JSON."""
+    _say_error(error)
+    print_json({"status": "error", "exit_code": FAILED, **error.to_json()})
+    raise typer.Exit(FAILED) from None
 
 
 def reports_errors(command: Callable[P, Result]) -> Callable[P, Result]:

@@ -13,14 +13,17 @@ from obstore.store import MemoryStore
 from wllm_ray.answers import rows_failed
 from wllm_ray.client.connection import Connection
 from wllm_ray.client.inputs import Input, input_rows
-from wllm_ray.client.job import JobPlan, run_job
+from wllm_ray.client.job import run_over_http
 from wllm_ray.client.ready import wait_ready
-from wllm_ray.client.remote import check_answer
+from wllm_ray.client.remote import Remote, check_answer
+from wllm_ray.coordinator import FlowLimits
 from wllm_ray.dataset.reader import ActivationDataset, load_dataset
 from wllm_ray.dataset.remote import ObjectStore
 from wllm_ray.dataset.store import Root, open_store
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import CaptureError, IntegrityError, InvalidInputError
+from wllm_ray.job.run import RunOptions
+from wllm_ray.job.source import SourcePlan
 from wllm_ray.plan import ShardLimits
 from wllm_ray.records import InputRow
 from wllm_ray.requests import Selection, select
@@ -142,20 +145,22 @@ class AsyncWLLMClient:
         if persist:
             return await self._persisted(card, selection, rows, batch_size, dataset_id)
         schema = await self._connection.get("/v1/extraction-schema", ExtractionSchema)
-        plan = JobPlan(
-            card,
-            selection,
-            lambda: rows,
-            dataset_id,
-            # The server's own limits, so that it would give its dataset the same content digest.
-            ShardLimits(schema.max_rows_per_shard, schema.max_bytes_per_shard),
-            batch_size,
-        )
-        return await self._in_memory(plan, rows)
+        # The server's own limits, so that it would give its dataset the same content digest.
+        limits = ShardLimits(schema.max_rows_per_shard, schema.max_bytes_per_shard)
+        plan = SourcePlan(card, selection, lambda: rows, dataset_id, limits)
+        remote = Remote(self._connection, card, selection, schema)
+        return await self._in_memory(remote, plan, rows, batch_size)
 
-    async def _in_memory(self, plan: JobPlan, rows: list[InputRow]) -> ActivationDataset:
+    async def _in_memory(
+        self,
+        remote: Remote,
+        plan: SourcePlan,
+        rows: list[InputRow],
+        batch_size: int | Literal["auto"],
+    ) -> ActivationDataset:
         store = ObjectStore(MemoryStore(), "memory://")
-        outcome = await run_job(self._connection, store, plan)
+        options = RunOptions(batch_size, flow=FlowLimits(attempts=1))
+        outcome = await run_over_http(remote, store, plan, options)
         if outcome.transient:
             identity = plan.selection.identity
             records = [make_record(index, row, identity) for index, row in enumerate(rows)]

@@ -12,71 +12,17 @@ from wllm_ray.digest import parse_json
 from wllm_ray.errors import (
     ERROR_CODES,
     CaptureError,
-    ConflictError,
-    IntegrityError,
     InvalidInputError,
-    NotAcceptableError,
     NotFoundError,
-    NotOfferedError,
     OverloadedError,
-    RowsFailedError,
-    StorageError,
     TooLargeError,
     UnauthorizedError,
     UnavailableError,
     WLLMError,
+    error_class,
 )
 
-__all__ = ["error_class", "error_from_response", "shown", "translated"]
-
-# A code belongs to one class; these are the codes beside each class's own default.
-_MORE_CODES: dict[type[WLLMError], tuple[str, ...]] = {
-    InvalidInputError: (
-        "invalid_json",
-        "invalid_rows",
-        "no_rows",
-        "invalid_site",
-        "layer_out_of_range",
-        "invalid_argument",
-    ),
-    NotOfferedError: (
-        *(code for code in ERROR_CODES if code.endswith("_not_offered")),
-        "failures_not_representable",
-    ),
-    NotAcceptableError: (),
-    NotFoundError: ("model_not_found", "object_not_found", "route_not_found"),
-    ConflictError: ("dataset_immutable", "mixed_fingerprints", "single_writer_root"),
-    TooLargeError: ("body_too_large",),
-    UnavailableError: (
-        "replica_lost",
-        "deadline_exceeded",
-        "server_unreachable",
-        "deploy_failed",
-    ),
-    CaptureError: ("engine_dead", "unknown_structure", "self_test_failed", "protocol_error"),
-    StorageError: ("storage_not_configured", "already_exists"),
-    IntegrityError: (
-        "format_unknown",
-        "digest_mismatch",
-        "size_mismatch",
-        "file_missing",
-        "name_invalid",
-        "array_invalid",
-        "table_invalid",
-        "rows_inconsistent",
-        "values_not_finite",
-    ),
-}
-_CLASSES: tuple[type[WLLMError], ...] = (
-    *_MORE_CODES,
-    OverloadedError,
-    RowsFailedError,
-    UnauthorizedError,
-    WLLMError,
-)
-_BY_CODE: dict[str, type[WLLMError]] = {
-    code: kind for kind in _CLASSES for code in (*_MORE_CODES.get(kind, ()), kind.default_code)
-}
+__all__ = ["error_from_response", "shown", "translated"]
 
 # What a proxy in front of the application means, which does not speak our JSON.
 _BY_STATUS: dict[int, tuple[type[WLLMError], str]] = {
@@ -102,11 +48,6 @@ _WRONG_ANSWER = (
     httpx.StreamError,
 )
 _NO_CONNECTION_IN_TIME = (httpx.ConnectTimeout, httpx.PoolTimeout)
-
-
-def error_class(code: str) -> type[WLLMError]:
-    """The exception class that a code belongs to; the base class for one that is not known."""
-    return _BY_CODE.get(code, WLLMError)
 
 
 def error_from_response(response: httpx.Response) -> WLLMError:

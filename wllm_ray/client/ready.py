@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from wllm_ray.client.connection import Connection
 from wllm_ray.errors import CaptureError, NotFoundError, UnavailableError, WLLMError
 
-__all__ = ["ApplicationState", "Dashboard", "wait_ready"]
+__all__ = ["ApplicationState", "Dashboard", "expect_starting", "wait_ready"]
 
 POLL_S = 0.5
 FAILED_STATES = ("DEPLOY_FAILED", "UNHEALTHY")
@@ -95,6 +95,16 @@ async def _starting(dashboard: Dashboard) -> str:
     state = await dashboard.state()
     if isinstance(state, str):
         return state
+    expect_starting(state)
+    return f"Ray says {state.status}"
+
+
+def expect_starting(state: ApplicationState) -> None:
+    """Refuse to wait for an application that will not get ready by waiting.
+
+    Raises:
+        UnavailableError: It has failed (``deploy_failed``, quoting Ray).
+    """
     if state.status in FAILED_STATES:
         raise UnavailableError(
             f"the application is {state.status}; Ray says: {state.message.strip() or 'nothing'}. "
@@ -102,4 +112,3 @@ async def _starting(dashboard: Dashboard) -> str:
             code="deploy_failed",
             details={"status": state.status},
         )
-    return f"Ray says {state.status}"

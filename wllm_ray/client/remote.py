@@ -63,6 +63,9 @@ class Remote:
         card: The model, as the application describes it.
         selection: What is captured of every row.
         schema: The application's bounds.
+
+    Attributes:
+        card: As given.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Remote:
         schema: ExtractionSchema,
     ) -> None:
         row_bytes = len(selection.sites) * card.hidden_size * FLOAT32_BYTES
+        self.card = card
         self._connection = connection
         self._selection = selection
         self._max_rows = max(1, schema.max_inline_bytes // row_bytes)

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 from wllm_ray.dataset.layout import TEMPORARY_PREFIX, check_key
 from wllm_ray.dataset.store import Buffers, Probe, PutMode, Stored, probe_store
@@ -81,10 +82,15 @@ class LocalStore:
 
     def get(self, key: str) -> bytes:
         """Read one object; see :meth:`.store.Store.get`."""
+        with self.open(key) as stream, _storage_errors("read", key):
+            return stream.read()
+
+    def open(self, key: str) -> BinaryIO:
+        """One object as a stream; see :meth:`.store.Store.open`."""
         path = self._path(key)
         with _storage_errors("read", key):
             try:
-                return path.read_bytes()
+                return path.open("rb")
             except (FileNotFoundError, NotADirectoryError):
                 pass
         raise NotFoundError(f"no {key} under {self.uri}", code="object_not_found")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import obstore
 from obstore.exceptions import AlreadyExistsError as ClientAlreadyExistsError
@@ -94,6 +95,15 @@ class ObjectStore:
         except FileNotFoundError:
             raise NotFoundError(f"no {key} under {self.uri}", code="object_not_found") from None
 
+    def open(self, key: str) -> BinaryIO:
+        """One object as a stream; see :meth:`.store.Store.open`."""
+        check_key(key)
+        try:
+            with _storage_errors("read", key):
+                return io.BufferedReader(_Reader(obstore.open_reader(self._client, key), key))
+        except FileNotFoundError:
+            raise NotFoundError(f"no {key} under {self.uri}", code="object_not_found") from None
+
     def size(self, key: str) -> int | None:
         """Bytes of one object, or None; see :meth:`.store.Store.size`."""
         check_key(key)
@@ -140,6 +150,22 @@ class ObjectStore:
         raise AlreadyExistsError(
             f"{key} exists already under {self.uri} with other bytes; it was left as it is"
         ) from error
+
+
+class _Reader(io.RawIOBase):
+    """The client's reader as a raw stream, with our errors."""
+
+    def __init__(self, reader: Any, key: str) -> None:
+        self._reader, self._key = reader, key
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with _storage_errors("read", self._key):
+            data = self._reader.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def _joined(data: Buffers) -> bytes:

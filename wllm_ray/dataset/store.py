@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import BinaryIO, Literal, Protocol, TypeAlias, runtime_checkable
 
 from wllm_ray.errors import AlreadyExistsError, InvalidInputError, WLLMError
 
@@ -84,6 +84,14 @@ class Store(Protocol):
         Raises:
             NotFoundError: There is none (code ``object_not_found``).
             StorageError: The root failed to read.
+        """
+
+    def open(self, key: str) -> BinaryIO:
+        """One object as a stream, for what may not fit into memory.
+
+        Raises:
+            NotFoundError: There is none (code ``object_not_found``).
+            StorageError: The root failed to read, now or while the stream is read.
         """
 
     def size(self, key: str) -> int | None:

@@ -10,14 +10,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 
 from wllm_ray._version import __version__
 from wllm_ray.digest import parse_json
 from wllm_ray.errors import (
     ERROR_CODES,
     ROW_FAILURE_CODES,
-    InvalidInputError,
     OverloadedError,
     UnavailableError,
 )
@@ -29,6 +27,7 @@ from wllm_ray.http.guards import (
     unless_gone,
 )
 from wllm_ray.http.negotiation import MEDIA_TYPES, choose_media_type
+from wllm_ray.requests import read_request
 from wllm_ray.schema import (
     ActivationRequest,
     ActivationResponse,
@@ -50,21 +49,7 @@ def parse_request(body: bytes) -> ActivationRequest:
     Raises:
         InvalidInputError: Not strict JSON, or a field is wrong; the message names it.
     """
-    value = parse_json(body.removeprefix(codecs.BOM_UTF8))
-    try:
-        return ActivationRequest.model_validate(value)
-    except ValidationError as error:
-        # The offending values are left out: they may be prompts.
-        problems = [
-            {"field": ".".join(map(str, item["loc"])) or "body", "message": item["msg"]}
-            for item in error.errors(include_url=False, include_input=False, include_context=False)
-        ]
-        listed = "; ".join(f"{p['field']}: {p['message']}" for p in problems)
-        raise InvalidInputError(
-            f"the request does not match the schema: {listed}",
-            stage="parse_rows",
-            details={"problems": problems},
-        ) from None
+    return read_request(parse_json(body.removeprefix(codecs.BOM_UTF8)))
 
 
 class _Admission:

@@ -7,13 +7,16 @@ repeated id if there are any.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wllm_ray.errors import IntegrityError, InvalidInputError
+from wllm_ray.dataset.store import open_store
+from wllm_ray.errors import IntegrityError, InvalidInputError, StorageError
 from wllm_ray.records import InputRow
 from wllm_ray.rows import MAX_LISTED_PROBLEMS, RowProblem, raise_problems, read_jsonl
 
@@ -26,21 +29,36 @@ class RowsFile:
     """Rows of a file; calling it starts a pass.
 
     Args:
-        path: A regular file: it is read more than once.
+        location: A path, or the URI of an object under a storage root (``s3://bucket/rows.jsonl``).
+            It is read more than once.
 
     Raises:
-        InvalidInputError: It is something else.
+        InvalidInputError: There is no such file, or it is something else.
     """
 
-    def __init__(self, path: Path) -> None:
-        if not path.is_file():
-            raise InvalidInputError(
-                f"expected a regular file, found {path}, which cannot be read twice; "
-                f"save the rows to a file first",
-                code="invalid_argument",
-            )
-        self._path = path
+    def __init__(self, location: str | os.PathLike[str]) -> None:
+        self._location = os.fspath(location)
+        if not self._is_object():
+            _expect_file(Path(self._location))
         self._checked = False
+
+    def check(self) -> None:
+        """Read all rows once, so that nothing is begun on a malformed input.
+
+        Raises:
+            InvalidInputError: Malformed rows (``invalid_rows``) or none (``no_rows``).
+        """
+        for _ in self._first_pass():
+            pass
+
+    def _is_object(self) -> bool:
+        return "://" in self._location
+
+    def _open(self) -> BinaryIO:
+        if not self._is_object():
+            return Path(self._location).open("rb")
+        root, _, key = self._location.rpartition("/")
+        return open_store(root).open(key)
 
     def __call__(self) -> Iterator[InputRow]:
         """Read all rows; the first time, check them all before the iterator ends.
@@ -54,11 +72,13 @@ class RowsFile:
 
     def _items(self) -> Iterator[tuple[int, InputRow | RowProblem]]:
         try:
-            with self._path.open("rb") as stream:
+            with self._open() as stream:
                 yield from read_jsonl(stream)
+        except StorageError:
+            raise
         except OSError as error:
             raise InvalidInputError(
-                f"cannot read {self._path}: {error.strerror}", code="invalid_argument"
+                f"cannot read {self._location}: {error.strerror}", code="invalid_argument"
             ) from error
 
     def _first_pass(self) -> Iterator[InputRow]:
@@ -79,7 +99,7 @@ class RowsFile:
         raise_problems(problems, malformed + _count_repeats(hashes))
         if not hashes:
             raise InvalidInputError(
-                f"{self._path} holds no rows", code="no_rows", stage="parse_rows"
+                f"{self._location} holds no rows", code="no_rows", stage="parse_rows"
             )
         self._checked = True
 
@@ -87,8 +107,8 @@ class RowsFile:
         for line, item in self._items():
             if isinstance(item, RowProblem):
                 raise IntegrityError(
-                    f"line {line} of {self._path} was well formed when the file was checked and "
-                    f"is not now; leave the file alone while it is read, and run again",
+                    f"line {line} of {self._location} was well formed when the file was checked "
+                    f"and is not now; leave the file alone while it is read, and run again",
                     code="rows_inconsistent",
                 )
             yield item
@@ -108,6 +128,21 @@ class RowsFile:
             if len(problems) == MAX_LISTED_PROBLEMS:
                 break
         return problems
+
+
+def _expect_file(path: Path) -> None:
+    if not path.exists():
+        raise InvalidInputError(
+            f"no file {path} on the machine where this runs; give a path that it sees, or the URI "
+            f"of an object (s3://…, gs://…, az://…)",
+            code="invalid_argument",
+        )
+    if not path.is_file():
+        raise InvalidInputError(
+            f"expected a regular file, found {path}, which cannot be read twice; "
+            f"save the rows to a file first",
+            code="invalid_argument",
+        )
 
 
 def _id_hash(row: InputRow) -> bytes:

@@ -1,19 +1,44 @@
-"""What a run leaves beside its dataset: ``runs/<id>/summary.json`` and ``failures.json``."""
+"""What came of a job, and what it leaves beside its dataset.
+
+``runs/<id>/summary.json`` and ``runs/<id>/failures.json``.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from wllm_ray.client.job import JobOutcome, RowSource, permanent_failures
+from wllm_ray.dataset.layout import folder
+from wllm_ray.dataset.manifest import Receipt
+from wllm_ray.dataset.shard import ROWS_SCHEMA, decode_rows, read_failure
 from wllm_ray.dataset.store import Store
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import NotFoundError
+from wllm_ray.job.run import JobOutcome
+from wllm_ray.job.source import RowSource
+from wllm_ray.records import RowFailure
 
-__all__ = ["failures_of", "summary_of", "write_run_files"]
+__all__ = ["failures_of", "permanent_failures", "summary_of", "write_run_files"]
 
 RUNS = "runs"
+
+
+def permanent_failures(
+    store: Store, dataset_id: str, receipts: Mapping[int, Receipt]
+) -> Iterator[tuple[int, str, RowFailure]]:
+    """(row index, id, failure) of every failed row of the shards that are written."""
+    for _, receipt in sorted(receipts.items()):
+        if receipt.rows_failed:
+            name = receipt.file("rows").name
+            table = decode_rows(store.get(f"{folder(dataset_id)}/{name}"), name)
+            columns = (
+                table.column(ROWS_SCHEMA.get_field_index(one)).to_pylist()
+                for one in ("row", "id", "failure")
+            )
+            for index, row_id, text in zip(*columns, strict=True):
+                if text is not None:
+                    yield index, row_id, read_failure(text)
 
 
 def failures_of(store: Store, outcome: JobOutcome, rows: RowSource) -> Iterator[dict[str, Any]]:

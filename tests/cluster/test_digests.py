@@ -1,0 +1,112 @@
+"""The same job gives the same bytes: one replica or two, other chunks, and whatever is killed."""
+
+import itertools
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cluster.fire import (
+    MAX_LEN,
+    Fire,
+    applications,
+    here,
+    kill_one,
+    marks,
+    replica,
+    tiny_model,
+    write_rows,
+)
+from tests.engine.tiny_models import VOCAB
+from wllm_ray import load_dataset
+
+pytestmark = pytest.mark.requirement("D-3", "R-3")
+
+TINY = [("qwen3", torch.bfloat16), ("gemma3", torch.float32)]
+OTHER_TINY = [("qwen3", torch.float32), ("gemma3", torch.bfloat16)]
+REAL_MODEL = "WLLM_TEST_MODEL"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *TINY,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in OTHER_TINY),
+        *(pytest.param((None, d), marks=pytest.mark.slow) for d in ("bfloat16", "float32")),
+    ],
+    ids=lambda one: f"{one[0] or 'real'}-{str(one[1]).removeprefix('torch.')}",
+)
+def fire(request, ray_address, tmp_path_factory):
+    """Both applications of one model in one dtype, and 300 rows of 5 to 600 tokens."""
+    family, dtype = request.param
+    home = tmp_path_factory.mktemp("fire")
+    if family is None:
+        model = os.environ.get(REAL_MODEL)
+        assert model, f"the slow digest test wants a real model's folder in {REAL_MODEL}"
+        path, vocabulary, split = Path(model), 10_000, 1024
+    else:
+        path, vocabulary, split = tiny_model(home, family, dtype), VOCAB, 256
+    rows = write_rows(home / "rows.jsonl", count=300, longest=600, vocabulary=vocabulary)
+    args = {
+        "model": str(path),
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": MAX_LEN,
+        "prefill_split_tokens": split,
+    }
+    with applications(home, ray_address, **args):
+        yield Fire(ray_address, home, rows)
+
+
+@pytest.fixture(scope="module")
+def expected(fire):
+    """One replica, chunks of 7, undisturbed."""
+    digest = fire.digest("one", "expected", 7)
+    dataset = load_dataset(fire.home / "root", "expected", verify="full")
+    assert dataset.manifest.fingerprint.reproducibility == "bitwise"
+    assert dataset.manifest.rows_failed == 0
+    return digest
+
+
+def test_two_replicas_and_other_chunks(fire, expected):
+    assert fire.digest("two", "two-replicas", 64) == expected
+
+
+def test_a_replica_is_killed_with_chunks_in_flight(fire, expected):
+    driver = fire.start("two", "replica-killed", 7)
+    fire.until_receipts("replica-killed", 2, driver)
+    assert kill_one(replica("two"))
+    assert fire.finish(driver)["content_sha256"] == expected
+
+
+def test_every_stage_task_is_killed_between_its_writes(fire, expected):
+    folder = marks(fire.home, "stage")
+    digest = fire.digest(
+        "one", "stage-killed", 64, module=here("dying_tasks"), WLLM_TEST_MARKS=folder
+    )
+    assert digest == expected
+    assert len(list(Path(folder).iterdir())) == 12, "each shard's task has died once"
+
+
+def test_the_driver_is_killed_and_the_job_submitted_again(fire, expected):
+    driver = fire.start("two", "driver-killed", 7)
+    fire.until_receipts("driver-killed", 3, driver)
+    driver.kill()
+    driver.wait()
+    left = fire.receipts("driver-killed")
+    summary = fire.finish(fire.start("two", "driver-killed", 16))
+    assert summary["content_sha256"] == expected
+    assert 3 <= summary["shards_resumed"] <= left + 3
+
+
+def test_all_datasets_hold_the_same_features_in_row_order(fire, expected):
+    """Not only the digests: the rows themselves, and labels that belong to them."""
+    names = ["expected", "two-replicas", "replica-killed", "stage-killed", "driver-killed"]
+    datasets = [load_dataset(fire.home / "root", name, verify="full") for name in names]
+    lengths = [len(json.loads(line)["token_ids"]) for line in fire.rows.open()]
+    for one, other in itertools.pairwise(datasets):
+        assert (one.features_3d == other.features_3d).all()
+        assert one.row_ids == other.row_ids
+    assert [row["tokens"] for row in datasets[0].metadata] == lengths
+    assert [len(ids) for ids in datasets[0].token_ids] == lengths

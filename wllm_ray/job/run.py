@@ -1,0 +1,151 @@
+"""Runs one job: ``create_spec → staged_shards → capture → stage_shard → commit_manifest``.
+
+What captures a chunk, stages a shard and commits are callables, so the same job runs over HTTP into
+a folder, and over Ray's object store into tasks. Resuming is the rule: only shards without receipt
+are captured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+from wllm_ray.coordinator import Coordinator, FlowLimits
+from wllm_ray.dataset.conflict import RowsOf
+from wllm_ray.dataset.layout import folder
+from wllm_ray.dataset.manifest import DatasetSpec, Manifest, Receipt
+from wllm_ray.dataset.store import Store
+from wllm_ray.dataset.writer import StageResult, create_spec, staged_shards
+from wllm_ray.errors import ConflictError
+from wllm_ray.job.progress import Progress
+from wllm_ray.plan import Shard
+from wllm_ray.records import Chunk, RowFailure
+
+__all__ = ["Job", "JobOutcome", "RunOptions", "run_job"]
+
+Payload = TypeVar("Payload")
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a job is run; none of it leaves a trace in the dataset.
+
+    Attributes:
+        batch_size: Rows per chunk, or ``auto``.
+        resume: Go on with what is there; otherwise anything there is an error.
+        flow: Window, deadlines and retries.
+    """
+
+    batch_size: int | Literal["auto"] = "auto"
+    resume: bool = True
+    flow: FlowLimits = field(default_factory=FlowLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class Job(Generic[Payload]):
+    """What is to be done, and by whom.
+
+    Attributes:
+        spec: What is asked.
+        shards: Numbers of shards that are done → the others, each read only when it is wanted.
+        rows_of: Shard number → its rows, so that a conflict can name those that differ.
+        capture: Runs a chunk, alone on its replica where the second argument says so.
+        stage: Writes one shard from what was captured for it.
+        commit: Creates the manifest of a dataset id.
+        isolates: Whether ``capture`` honours its second argument.
+        options: How it is run.
+    """
+
+    spec: DatasetSpec
+    shards: Callable[[Container[int]], Iterator[Shard]]
+    rows_of: RowsOf
+    capture: Callable[[Chunk, bool], Awaitable[Payload]]
+    stage: Callable[[DatasetSpec, Shard, Sequence[Payload]], Awaitable[StageResult]]
+    commit: Callable[[str], Awaitable[Manifest]]
+    isolates: bool = False
+    options: RunOptions = field(default_factory=RunOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome:
+    """What came of it.
+
+    Attributes:
+        spec: What was asked.
+        manifest: The committed dataset, or None where transient failures are left.
+        receipts: Shard number → receipt, for all shards that are written.
+        resumed: How many of them were there before.
+        transient: Row index → failure that may pass.
+    """
+
+    spec: DatasetSpec
+    manifest: Manifest | None
+    receipts: Mapping[int, Receipt]
+    resumed: int
+    transient: Mapping[int, RowFailure]
+
+
+async def run_job(store: Store, job: Job[Payload], progress: Progress | None = None) -> JobOutcome:
+    """Write the dataset, or what can be written of it.
+
+    Args:
+        store: The storage root that ``job.stage`` and ``job.commit`` write to.
+        job: What is to be done.
+        progress: Hears how far it is.
+
+    Raises:
+        ConflictError: The id stands for something else, or ``resume`` is off and it is taken.
+        UnavailableError: Nobody answers; what is staged stays.
+        WLLMError: A failure that another attempt would not mend; what is staged stays.
+    """
+    heard = progress or Progress()
+    receipts = await asyncio.to_thread(_begin, store, job)
+    resumed = len(receipts)
+    heard.planned(job.spec, receipts)
+    transient: Mapping[int, RowFailure] = {}
+    if resumed < len(job.spec.shards):
+        transient = await _capture_missing(job, receipts, heard)
+    manifest = None if transient else await job.commit(job.spec.dataset_id)
+    return JobOutcome(job.spec, manifest, receipts, resumed, transient)
+
+
+def _begin(store: Store, job: Job[Payload]) -> dict[int, Receipt]:
+    """Write the spec and find what is there already."""
+    if not job.options.resume:
+        _expect_nothing(store, job.spec.dataset_id)
+    create_spec(store, job.spec, rows_of=job.rows_of)
+    return staged_shards(store, job.spec)
+
+
+def _expect_nothing(store: Store, dataset_id: str) -> None:
+    if store.list(folder(dataset_id)):
+        raise ConflictError(
+            f"dataset {dataset_id!r} was begun already under {store.uri}; leave out --no-resume to "
+            f"go on with it, or choose another dataset id",
+            stage="create_spec",
+        )
+
+
+async def _capture_missing(
+    job: Job[Payload], receipts: dict[int, Receipt], progress: Progress
+) -> Mapping[int, RowFailure]:
+    """Capture and stage the shards without receipt; returns what may be retried."""
+
+    async def stage(shard: Shard, payloads: Sequence[Payload]) -> StageResult:
+        result = await job.stage(job.spec, shard, payloads)
+        if result.receipt is not None:
+            receipts[shard.index] = result.receipt
+            progress.staged(result.receipt)
+        return result
+
+    coordinator = Coordinator(
+        job.capture,
+        stage,
+        limits=job.options.flow,
+        isolates=job.isolates,
+        on_chunk=progress.captured,
+    )
+    missing = job.shards(frozenset(receipts))
+    return (await coordinator.run(missing, job.options.batch_size)).transient

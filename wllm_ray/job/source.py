@@ -1,0 +1,89 @@
+"""Jobs over rows that are read from their source more than once, one shard at a time.
+
+A source may be a file that does not fit into memory: the first pass makes the spec, the second
+reads the shards that are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeAlias
+
+from wllm_ray.dataset.manifest import DatasetSpec
+from wllm_ray.dataset.spec import build_spec
+from wllm_ray.plan import Shard, ShardLimits
+from wllm_ray.records import InputRow, RowRecord
+from wllm_ray.requests import Selection, Served
+from wllm_ray.rows import make_record
+
+__all__ = ["NamedRows", "RowSource", "SourcePlan", "ToRecords", "read_shards", "spec_of"]
+
+RowSource: TypeAlias = Callable[[], Iterable[InputRow]]
+# The rows of one shard and the index of the first → their records.
+ToRecords: TypeAlias = Callable[[Sequence[InputRow], int], Sequence[RowRecord]]
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePlan:
+    """What is asked of the rows of a source.
+
+    Attributes:
+        served: The model.
+        selection: What is captured of every row.
+        rows: Called for each pass over the input; yields rows that have been checked.
+        dataset_id: The id, or None for one made from everything that is asked.
+        shard_limits: Upper bounds of one shard.
+    """
+
+    served: Served
+    selection: Selection
+    rows: RowSource
+    dataset_id: str | None
+    shard_limits: ShardLimits = field(default_factory=ShardLimits)
+
+
+def spec_of(plan: SourcePlan) -> DatasetSpec:
+    """Read the source once and say what is asked."""
+    identity = plan.selection.identity
+    digests = (make_record(0, row, identity).request_digest for row in plan.rows())
+    return build_spec(
+        plan.served, identity, digests, dataset_id=plan.dataset_id, limits=plan.shard_limits
+    )
+
+
+def read_shards(
+    rows: RowSource, spec: DatasetSpec, to_records: ToRecords, done: Container[int] = ()
+) -> Iterator[Shard]:
+    """The shards that are not done, read from the source one at a time."""
+    source = iter(rows())
+    for number, asked in enumerate(spec.shards):
+        batch = islice(source, asked.rows)
+        if number in done:
+            for _ in batch:
+                pass
+        else:
+            yield Shard(number, tuple(to_records(list(batch), asked.first_row)))
+
+
+class NamedRows:
+    """Shard number → its rows without token ids; asked in ascending order, reads the source once.
+
+    Args:
+        plan: Whose rows.
+        spec: How they fall into shards.
+    """
+
+    def __init__(self, plan: SourcePlan, spec: DatasetSpec) -> None:
+        self._plan, self._spec = plan, spec
+        self._shards: Iterator[Shard] | None = None
+
+    def __call__(self, number: int) -> Sequence[RowRecord]:
+        """The rows of a shard; none where there is no such shard."""
+        self._shards = self._shards or read_shards(self._plan.rows, self._spec, self._named)
+        return next((shard.rows for shard in self._shards if shard.index == number), ())
+
+    def _named(self, rows: Sequence[InputRow], first_index: int) -> list[RowRecord]:
+        identity = self._plan.selection.identity
+        return [make_record(n, row, identity) for n, row in enumerate(rows, start=first_index)]
