@@ -120,14 +120,21 @@ class AppArgs(BaseModel):
     def api_key(self) -> str | None:
         """The key from the environment; None where the variable is not set.
 
+        Space around it, as a file may bring along, is dropped: no header could carry it.
+
         Raises:
-            InvalidInputError: The variable is set but empty, which would mean no protection.
+            InvalidInputError: The variable is set but empty, which would mean no protection, or
+                holds what a header cannot carry.
         """
         key = os.environ.get(self.api_key_env)
-        if key is not None and not key.strip():
+        if key is None:
+            return None
+        key = key.strip()
+        if not key or not key.isascii() or not key.isprintable():
+            found = "is set but empty" if not key else "holds other than printable ASCII"
             raise InvalidInputError(
-                f"environment variable {self.api_key_env} is set but empty; unset it for no API "
-                "key, or put the key in it",
+                f"environment variable {self.api_key_env} {found}; unset it for no API key, or "
+                "put a key in it that a header can carry",
                 code="invalid_argument",
             )
         return key
@@ -136,6 +143,7 @@ class AppArgs(BaseModel):
         """The bounds, grouped as the library takes them."""
         return ExtractionLimits(
             max_inline_bytes=self.max_inline_bytes,
+            max_jobs=self.max_concurrent_requests,
             shard=ShardLimits(self.max_rows_per_shard, self.max_bytes_per_shard),
             flow=FlowLimits(
                 chunks_in_flight=self.chunks_in_flight,

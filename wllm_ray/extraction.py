@@ -20,7 +20,13 @@ from wllm_ray.dataset.manifest import DatasetSpec, Manifest
 from wllm_ray.dataset.spec import build_spec
 from wllm_ray.dataset.store import Store
 from wllm_ray.dataset.writer import StageResult
-from wllm_ray.errors import ConflictError, StorageError, TooLargeError, UnavailableError
+from wllm_ray.errors import (
+    ConflictError,
+    OverloadedError,
+    StorageError,
+    TooLargeError,
+    UnavailableError,
+)
 from wllm_ray.job.run import Job, JobOutcome, RunOptions, run_job
 from wllm_ray.job.summary import permanent_failures
 from wllm_ray.plan import Shard, ShardLimits, plan_shards
@@ -76,11 +82,14 @@ class ExtractionLimits:
 
     Attributes:
         max_inline_bytes: Features of one inline answer, as float32.
+        max_jobs: Datasets that are made at once. Their requests may have ended: a caller that
+            leaves does not stop the work.
         shard: Upper bounds of one shard.
         flow: Window, deadlines and retries.
     """
 
     max_inline_bytes: int = 64 * 1024 * 1024
+    max_jobs: int = 64
     shard: ShardLimits = field(default_factory=ShardLimits)
     flow: FlowLimits = field(default_factory=FlowLimits)
 
@@ -262,6 +271,10 @@ class ExtractionService(Generic[Payload]):
                     "wait for it, or choose another dataset_id"
                 )
             return running[1]
+        if len(self._jobs) >= self.limits.max_jobs:
+            raise OverloadedError(
+                f"{len(self._jobs)} datasets are being made, which is the bound; try again later"
+            )
         # Without a context of its own, the task would be cancelled with the request.
         task = asyncio.get_running_loop().create_task(
             self._run(spec, prepared, store), context=contextvars.Context()

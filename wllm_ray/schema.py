@@ -31,6 +31,8 @@ __all__ = [
 
 # Also the reader's rule: a dataset id is one plain path component.
 DATASET_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+# No model comes near; longer numbers would only be echoed in errors.
+MAX_LAYER = 999_999
 DatasetId = Annotated[str, StringConstraints(pattern=DATASET_ID_PATTERN)]
 
 
@@ -42,8 +44,8 @@ class ActivationRequest(_Message):
     """Body of ``POST /v1/activation-datasets`` and argument of the handle's ``extract``."""
 
     model: str
-    rows: list[dict[str, Any]]
-    layers: list[Annotated[int, Field(ge=0)]] | None = None
+    rows: list[Any]
+    layers: list[Annotated[int, Field(ge=0, le=MAX_LAYER)]] | None = None
     site: str = "block"
     sites: list[str] | None = None
     position: str = "last_prompt"

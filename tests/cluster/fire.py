@@ -149,6 +149,11 @@ def applications(
             start_new_session=True,
         )
     try:
+        for name in ("one", "two"):
+            base_url = f"http://127.0.0.1:{config['http_options']['port']}/{name}"
+            command = [str(BIN / "wllm"), "wait-ready", "--base-url", base_url, "--timeout", "240"]
+            ready = subprocess.run(command, env=cluster_env(), capture_output=True, check=False)
+            assert ready.returncode == 0, (home / "serve.log").read_text()[-4000:]
         yield
     finally:
         server.terminate()

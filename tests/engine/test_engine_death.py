@@ -1,13 +1,16 @@
 """An engine that fails says so at once: to those who wait, to those who come, and to check()."""
 
 import asyncio
+import dataclasses
 import threading
 import time
 
 import pytest
 from conftest import prompts_of, task_of
-from tiny_models import LAYERS, MAX_LEN
+from tiny_models import MAX_LEN
 
+from wllm_ray.capture.admission import Limits
+from wllm_ray.capture.vllm_driver import _check_limits
 from wllm_ray.errors import CaptureError, InvalidInputError
 
 pytestmark = pytest.mark.requirement("R-5", "C-3")
@@ -114,10 +117,18 @@ def test_a_request_that_the_engine_forgot_is_a_dead_engine(fresh, monkeypatch):
     assert error.value.code == "engine_dead"
 
 
-def test_a_cache_without_room_for_the_longest_prompt_is_refused(open_engine):
-    """vLLM starts with exactly enough; what the filler takes would keep that prompt out."""
-    block = 32 * 2 * LAYERS * 2 * 32 * 4
-    blocks = -(-(MAX_LEN + 1) // 32) + 1
-    with pytest.raises(InvalidInputError, match=r"raise kv_cache_memory_bytes") as error:
-        open_engine("qwen3", max_model_len=MAX_LEN - 1, kv_cache_memory_bytes=blocks * block)
-    assert error.value.code == "invalid_argument"
+@pytest.mark.parametrize(
+    ("cache_blocks", "can_split", "message"),
+    [
+        (9, True, "takes 10 blocks of the key-value cache, which has room for 9"),
+        (99, False, "cannot be split, and one pass takes 64 tokens; lower max_model_len from 320"),
+    ],
+)
+def test_sizes_with_which_the_longest_prompt_never_runs_are_refused(
+    cache_blocks, can_split, message
+):
+    limits = Limits(64, 64, 8, cache_blocks, lambda tokens: -(-tokens // 32))
+    with pytest.raises(InvalidInputError, match=message):
+        _check_limits(limits, MAX_LEN, can_split=can_split)
+    roomy = dataclasses.replace(limits, cache_blocks=10, split_tokens=MAX_LEN)
+    _check_limits(roomy, MAX_LEN, can_split=False)

@@ -467,3 +467,58 @@ async def test_chunks_of_different_engines_are_not_mixed_in_one_answer():
     error = error_of(await post(app, body(batch_size=1)), 500)
     assert error["code"] == "capture_failed"
     assert "2 engines that may differ numerically" in error["message"]
+
+
+@pytest.mark.requirement("H-5", "H-7")
+async def test_probes_stay_open_under_a_route_prefix():
+    app = Application(api_key="secret")
+    transport = httpx.ASGITransport(app=app, root_path="/two")
+    async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
+        for probe in ("/two/livez", "/two/readyz"):
+            assert (await client.get(probe)).status_code == 200, probe
+        assert (await client.get("/two/v1/models")).status_code == 401
+
+
+@pytest.mark.requirement("R-2")
+async def test_callers_that_leave_do_not_get_past_the_bound_on_datasets(tmp_path):
+    app = Application(open_store(tmp_path), limits=ExtractionLimits(max_jobs=2))
+    app.engine.delay_s = 0.5
+    calls = []
+    for name in ("a", "b"):
+        payload = body(persistence="dataset", dataset_id=name)
+        calls.append(asyncio.create_task(post(app, payload)))
+        await asyncio.sleep(0.1)
+        calls[-1].cancel()
+    error = error_of(await post(app, body(persistence="dataset", dataset_id="c")), 429)
+    assert error["code"] == "overloaded"
+    attached = await post(app, body(persistence="dataset", dataset_id="a"))
+    assert attached.status_code == 200, "attaching to what runs already costs nothing"
+
+
+@pytest.mark.requirement("H-7")
+async def test_a_layer_that_no_model_has_is_an_ordinary_error():
+    app = Application()
+    content = b'{"model":"fake-model","rows":[{"id":"a","prompt":"x"}],"layers":[' + b"9" * 6000
+    answer = await post(app, content + b"]}")
+    assert answer.status_code == 422
+    assert len(answer.content) < 2000
+
+
+@pytest.mark.requirement("L-6")
+async def test_rows_that_are_no_objects_are_listed_like_other_malformed_rows():
+    app = Application()
+    answer = await post(app, body(rows=[1, {"id": "a", "prompt": "x"}, "two"]))
+    error = error_of(answer, 422)
+    assert error["code"] == "invalid_rows"
+    assert [one["line"] for one in error["details"]["problems"]] == [1, 3]
+    many = await post(app, body(rows=[1] * 100_000))
+    assert many.status_code == 422
+    assert len(many.content) < 20_000
+
+
+async def test_accept_may_come_in_several_lines():
+    app = Application()
+    headers = [("accept", "text/html"), ("accept", "application/json")]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://a") as c:
+        answer = await c.post("/v1/activation-datasets", json=body(), headers=headers)
+    assert answer.status_code == 200

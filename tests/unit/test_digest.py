@@ -164,3 +164,25 @@ def test_digests_over_rows_by_hand():
     text = f'["{first}","{second}","ok"]\n["{second}",null,"too_long"]\n'.encode()
     found = shard_rows_digest([(first, second, "ok"), (second, None, "too_long")])
     assert found == hashlib.sha256(text).hexdigest()
+
+
+@pytest.mark.requirement("L-6")
+@pytest.mark.parametrize("digits", [3999, 4000, 4301, 65_536])
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_long_integers_keep_every_digit_both_ways(digits, sign):
+    text = sign + "1" + "0" * (digits - 2 - len(sign)) + "7"
+    value = parse_json(text)
+    assert isinstance(value, int)
+    assert value % 10**9 == int(text[-9:]) if not sign else True
+    assert canonical_json(value) == text.encode()
+
+
+def test_an_integer_that_no_metadata_could_hold_is_refused_at_once():
+    with pytest.raises(InvalidInputError, match="an integer of 1000000 digits"):
+        parse_json('{"a":' + "9" * 1_000_000 + "}")
+
+
+def test_a_repeated_key_among_many_is_found_at_once():
+    text = "{" + ",".join(f'"k{n}":1' for n in range(200_000)) + ',"k199999":2}'
+    with pytest.raises(InvalidInputError, match="key 'k199999' occurs twice"):
+        parse_json(text)

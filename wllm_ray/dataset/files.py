@@ -6,18 +6,18 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from wllm_ray.dataset.documents import read_manifest
-from wllm_ray.dataset.layout import DATASETS, MANIFEST_NAME, folder, manifest_key, spec_key
+from wllm_ray.dataset.layout import DATASETS, MANIFEST_NAME, folder, spec_key
 from wllm_ray.dataset.manifest import FileEntry, Manifest
 from wllm_ray.dataset.rowtable import read_rows
 from wllm_ray.dataset.shard import npy_array, sha256_and_finite
-from wllm_ray.dataset.staged import expect_size
+from wllm_ray.dataset.staged import expect_size, standing_manifest
 from wllm_ray.dataset.store import Store
 from wllm_ray.errors import IntegrityError, NotFoundError
 
@@ -43,17 +43,9 @@ def open_manifest(store: Store, dataset_id: str) -> Manifest:
         NotFoundError: It is not committed here (``dataset_not_found``); the message says what is.
         IntegrityError: The manifest is not valid, or is another dataset's.
     """
-    try:
-        data = store.get(manifest_key(dataset_id))
-    except NotFoundError:
-        raise _not_found(store, dataset_id) from None
-    manifest = read_manifest(data)
-    if manifest.dataset_id != dataset_id:
-        raise IntegrityError(
-            f"the folder {folder(dataset_id)} holds the manifest of dataset "
-            f"{manifest.dataset_id!r}; a dataset's folder keeps its id as its name",
-            code="rows_inconsistent",
-        )
+    manifest = standing_manifest(store, dataset_id)
+    if manifest is None:
+        raise _not_found(store, dataset_id)
     return manifest
 
 
@@ -84,7 +76,8 @@ class DatasetFiles:
         sizes = dict(self.store.list(folder(self.manifest.dataset_id)))
         for shard in self.manifest.shards:
             for entry in shard.files:
-                expect_size(self.manifest.dataset_id, entry, sizes.get(self._key(entry)))
+                found = sizes.get(self._key(entry))
+                expect_size(self.store, self.manifest.dataset_id, entry, found)
 
     def features(self, shard: int) -> NDArray[np.float32]:
         """One shard's [feature rows, sites, hidden] float32, read-only; mapped where local.
@@ -151,7 +144,8 @@ class DatasetFiles:
                 raw = None
         else:
             raw = _mapped(path)
-        expect_size(self.manifest.dataset_id, entry, None if raw is None else raw.size)
+        found = None if raw is None else raw.size
+        expect_size(self.store, self.manifest.dataset_id, entry, found)
         assert raw is not None  # expect_size has refused it
         return raw
 
@@ -190,6 +184,8 @@ def _not_found(store: Store, dataset_id: str) -> NotFoundError:
             f"it was begun but not committed: {receipts} shard(s) are staged. Run the same job "
             f"again, it resumes there and commits"
         )
+    elif store.local_path(DATASETS) is not None and not Path(store.uri).is_dir():
+        found = "there is no such folder; check the path of the storage root"
     else:
         ids = list_datasets(store)
         more = f" and {len(ids) - _LISTED} more" if len(ids) > _LISTED else ""

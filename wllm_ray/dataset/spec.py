@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
+from wllm_ray.dataset.layout import check_dataset_id
 from wllm_ray.dataset.manifest import DatasetSpec, ShardSpec
 from wllm_ray.digest import canonical_json, rows_digest, sha256_hex
 from wllm_ray.plan import ShardLimits
@@ -46,7 +47,12 @@ def build_spec(
         dataset_id: The id, or None for one made from everything else in the spec, so that the
             same request sent again finds the same dataset.
         limits: Upper bounds of one shard.
+
+    Raises:
+        InvalidInputError: The id is not one plain path component.
     """
+    if dataset_id is not None:
+        check_dataset_id(dataset_id)
     row_bytes = len(identity.sites) * description.hidden_size * FLOAT32_BYTES
     shards = shard_specs(request_digests, limits.rows_per_shard(row_bytes))
     spec = DatasetSpec(

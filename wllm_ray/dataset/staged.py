@@ -1,32 +1,38 @@
 """What is staged under a dataset id so far: the spec, the receipts, and the files they name.
 
-Resuming is set arithmetic over :func:`staged_shards`: planned minus proven.
+Resuming is set arithmetic over :func:`staged_shards`: planned minus proven. Once the manifest is
+there nothing is planned any more: what is not as the manifest says is damage, never work to be done.
 """
 
 from __future__ import annotations
 
 import hashlib
 
-from wllm_ray.dataset.documents import read_receipt, read_spec
+from wllm_ray.dataset.documents import read_manifest, read_receipt, read_spec
 from wllm_ray.dataset.layout import (
     MANIFEST_NAME,
     SPEC_NAME,
     folder,
+    manifest_key,
     receipt_key,
     receipt_shard,
     spec_key,
 )
-from wllm_ray.dataset.manifest import DatasetSpec, FileEntry, Receipt
+from wllm_ray.dataset.manifest import DatasetSpec, FileEntry, Manifest, Receipt, spec_digest
 from wllm_ray.dataset.store import Store
+from wllm_ray.digest import sha256_hex
 from wllm_ray.errors import IntegrityError, NotFoundError
 
 __all__ = [
     "check_file",
+    "committed_receipts",
+    "expect_not_lost",
     "expect_size",
     "load_spec",
     "orphans",
     "read_receipts",
     "staged_shards",
+    "standing_manifest",
 ]
 
 
@@ -45,21 +51,49 @@ def load_spec(store: Store, dataset_id: str) -> DatasetSpec:
         ) from None
     if spec.dataset_id != dataset_id:
         raise IntegrityError(
-            f"the spec in the folder of {dataset_id!r} is that of {spec.dataset_id!r}",
+            f"the spec in the folder of {dataset_id!r} is that of {spec.dataset_id!r}; rename the "
+            f"folder back to {spec.dataset_id!r}, or use another dataset id",
             code="rows_inconsistent",
         )
     return spec
 
 
+def standing_manifest(store: Store, dataset_id: str) -> Manifest | None:
+    """The manifest of a committed dataset, checked, or None where it is not committed.
+
+    Raises:
+        IntegrityError: The manifest is not valid, or is another dataset's.
+    """
+    try:
+        manifest = read_manifest(store.get(manifest_key(dataset_id)))
+    except NotFoundError:
+        return None
+    if manifest.dataset_id != dataset_id:
+        raise IntegrityError(
+            f"the folder {folder(dataset_id)} holds the manifest of dataset "
+            f"{manifest.dataset_id!r}, and a dataset's folder keeps its id as its name; rename it "
+            f"back to {folder(manifest.dataset_id)}",
+            code="rows_inconsistent",
+            details={"manifest_dataset_id": manifest.dataset_id},
+        )
+    return manifest
+
+
 def staged_shards(store: Store, spec: DatasetSpec) -> dict[int, Receipt]:
     """What need not be done again: shard number → receipt, each file's size and digest checked.
 
+    Of a committed dataset that is every shard.
+
     Raises:
         IntegrityError: A receipt or a file that it names is damaged, missing or of another spec.
-            Nothing is guessed: remove the damaged receipt to have its shard captured again.
+            Nothing is guessed: the message says what can be done.
     """
-    sizes = dict(store.list(folder(spec.dataset_id)))
-    staged = read_receipts(store, spec, sizes)
+    # Looked for before the listing, which then holds every receipt that the manifest stands on.
+    manifest = standing_manifest(store, spec.dataset_id)
+    if manifest is None:
+        staged = read_receipts(store, spec, dict(store.list(folder(spec.dataset_id))))
+    else:
+        staged = committed_receipts(store, spec, manifest)
     for receipt in staged.values():
         for entry in receipt.files:
             check_file(store, spec.dataset_id, entry)
@@ -111,6 +145,64 @@ def _named(key: str, store: Store, spec: DatasetSpec, number: int) -> Receipt:
         ) from None
 
 
+def committed_receipts(store: Store, spec: DatasetSpec, manifest: Manifest) -> dict[int, Receipt]:
+    """The receipts of a committed dataset, each the very one that its manifest was made from.
+
+    Raises:
+        IntegrityError: The spec or a receipt is another one (``digest_mismatch``), or a receipt
+            is missing (``file_missing``).
+    """
+    _expect_recorded(store, spec_key(spec.dataset_id), spec_digest(spec), manifest.spec_sha256)
+    found = {}
+    for shard in manifest.shards:
+        key = receipt_key(spec.dataset_id, shard.shard)
+        try:
+            data = store.get(key)
+        except NotFoundError:
+            raise _lost(store, key) from None
+        _expect_recorded(store, key, sha256_hex(data), shard.receipt_sha256)
+        found[shard.shard] = _named(key, store, spec, shard.shard)
+    return found
+
+
+def expect_not_lost(store: Store, key: str, dataset_id: str) -> None:
+    """Refuse to write a document anew that a committed dataset has lost.
+
+    Raises:
+        IntegrityError: The manifest is there and the document is not (``file_missing``).
+    """
+    if store.size(manifest_key(dataset_id)) is not None and store.size(key) is None:
+        raise _lost(store, key)
+
+
+def _lost(store: Store, key: str) -> IntegrityError:
+    return IntegrityError(
+        f"{key}: it is missing. {_advice(store, key)}",
+        code="file_missing",
+        details={"file": key.rpartition("/")[2]},
+    )
+
+
+def _expect_recorded(store: Store, key: str, found: str, recorded: str) -> None:
+    if found != recorded:
+        raise IntegrityError(
+            f"{key}: it is not the one that the manifest was made from (expected SHA-256 "
+            f"{recorded}, found {found}). {_advice(store, key)}",
+            code="digest_mismatch",
+            details={"file": key.rpartition("/")[2]},
+        )
+
+
+def _advice(store: Store, key: str) -> str:
+    """What to do about a file that is not what its record says; the key is in its folder."""
+    if store.size(f"{key.rpartition('/')[0]}/{MANIFEST_NAME}") is None:
+        return "Restore it, or remove the shard's receipt to capture it again"
+    return (
+        "The dataset is committed, so nothing of it is captured again: restore the file from a "
+        "copy, or capture under another dataset id"
+    )
+
+
 def check_file(store: Store, dataset_id: str, entry: FileEntry) -> None:
     """Compare size and SHA-256 of one file with its record.
 
@@ -118,7 +210,7 @@ def check_file(store: Store, dataset_id: str, entry: FileEntry) -> None:
         IntegrityError: ``file_missing``, ``size_mismatch`` or ``digest_mismatch``.
     """
     key = f"{folder(dataset_id)}/{entry.name}"
-    expect_size(dataset_id, entry, store.size(key))
+    expect_size(store, dataset_id, entry, store.size(key))
     path = store.local_path(key)
     if path is None:
         found = hashlib.sha256(store.get(key)).hexdigest()
@@ -128,13 +220,13 @@ def check_file(store: Store, dataset_id: str, entry: FileEntry) -> None:
     if found != entry.sha256:
         raise IntegrityError(
             f"{key}: expected SHA-256 {entry.sha256}, found {found}; the file was damaged after "
-            f"it was written. Restore it, or remove the shard's receipt to capture it again",
+            f"it was written. {_advice(store, key)}",
             code="digest_mismatch",
             details={"file": entry.name},
         )
 
 
-def expect_size(dataset_id: str, entry: FileEntry, found: int | None) -> None:
+def expect_size(store: Store, dataset_id: str, entry: FileEntry, found: int | None) -> None:
     """Compare a file's size, None where there is no file, with its record.
 
     Raises:
@@ -145,8 +237,7 @@ def expect_size(dataset_id: str, entry: FileEntry, found: int | None) -> None:
     key = f"{folder(dataset_id)}/{entry.name}"
     state = "it is missing" if found is None else f"found {found}"
     raise IntegrityError(
-        f"{key}: expected {entry.bytes} bytes, {state}. Restore it, or remove the shard's receipt "
-        f"to capture it again",
+        f"{key}: expected {entry.bytes} bytes, {state}. {_advice(store, key)}",
         code="file_missing" if found is None else "size_mismatch",
         details={"file": entry.name},
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 from wllm_ray.dataset.assemble import AssembledShard, assemble_shard
 from wllm_ray.dataset.conflict import RowsOf, conflict
-from wllm_ray.dataset.documents import read_manifest, read_receipt
+from wllm_ray.dataset.documents import read_receipt
 from wllm_ray.dataset.layout import (
     FEATURES_SUFFIX,
     ROWS_SUFFIX,
@@ -43,11 +43,14 @@ from wllm_ray.dataset.shard import (
 )
 from wllm_ray.dataset.staged import (
     check_file,
+    committed_receipts,
+    expect_not_lost,
     expect_size,
     load_spec,
     orphans,
     read_receipts,
     staged_shards,
+    standing_manifest,
 )
 from wllm_ray.dataset.store import Store
 from wllm_ray.errors import (
@@ -103,13 +106,18 @@ def create_spec(store: Store, spec: DatasetSpec, *, rows_of: RowsOf | None = Non
         ConflictError: The id stands for something else (``dataset_conflict``, or
             ``dataset_immutable`` where it is committed). Details name every field, shard and row
             that differs.
+        IntegrityError: The id is committed, but its spec is missing or another one.
         StorageError: The root refused the write.
     """
+    key = spec_key(spec.dataset_id)
+    expect_not_lost(store, key, spec.dataset_id)
     try:
-        return store.put(spec_key(spec.dataset_id), document_bytes(spec))
+        return store.put(key, document_bytes(spec))
     except AlreadyExistsError:
         existing = load_spec(store, spec.dataset_id)
-        raise conflict(store, existing, spec, rows_of) from None
+    if manifest := standing_manifest(store, spec.dataset_id):
+        committed_receipts(store, existing, manifest)
+    raise conflict(store, existing, spec, rows_of)
 
 
 def stage_shard(
@@ -136,7 +144,7 @@ def stage_shard(
 
     Raises:
         IntegrityError: Rows and chunks do not make up the shard (``rows_inconsistent``,
-            ``array_invalid``).
+            ``array_invalid``), or the dataset is committed and has lost the shard's receipt.
         ConflictError: The chunks come from different engines (``mixed_fingerprints``).
         StorageError: The root refused a write.
     """
@@ -144,6 +152,7 @@ def stage_shard(
     assembled = assemble_shard(spec, shard, rows, chunks)
     if assembled.transient:
         return StageResult(receipt=None, transient=assembled.transient)
+    expect_not_lost(store, receipt_key(spec.dataset_id, shard), spec.dataset_id)
     digest = rows_sha256(assembled.outcomes)
     files = _write_files(store, spec, shard, assembled)
     receipt = Receipt(
@@ -167,29 +176,29 @@ def stage_shard(
 def commit_manifest(store: Store, dataset_id: str) -> Manifest:
     """Create the manifest, and with it the dataset.
 
-    Idempotent: a second committer finds the same bytes and returns the same manifest.
+    Idempotent: a second committer finds a manifest that was made from the same receipts, and
+    returns it.
 
     Raises:
         RowsFailedError: A shard has no receipt yet (``rows_failed``); details list them.
-        ConflictError: Shards come from different engines (``mixed_fingerprints``), or another
-            manifest stands (``dataset_immutable``).
+        ConflictError: Shards come from different engines (``mixed_fingerprints``).
         NotFoundError: No dataset with this id was begun (``dataset_not_found``).
-        IntegrityError: A receipt or a file is damaged.
+        IntegrityError: A receipt or a file is damaged, or the manifest that stands was not made
+            from these receipts.
     """
     spec = load_spec(store, dataset_id)
+    standing = standing_manifest(store, dataset_id)
     sizes = dict(store.list(folder(dataset_id)))
-    receipts = read_receipts(store, spec, sizes)
-    _expect_all(spec, receipts)
-    _expect_one_fingerprint(receipts)
+    if standing is None:
+        receipts = read_receipts(store, spec, sizes)
+        _expect_all(spec, receipts)
+        _expect_one_fingerprint(receipts)
+    else:
+        receipts = committed_receipts(store, spec, standing)
     for receipt in receipts.values():
         for entry in receipt.files:
-            expect_size(dataset_id, entry, sizes.get(f"{folder(dataset_id)}/{entry.name}"))
-    manifest = build_manifest(spec, receipts)
-    try:
-        store.put(manifest_key(dataset_id), document_bytes(manifest))
-    except AlreadyExistsError:
-        return _standing_manifest(store, manifest)
-    return manifest
+            expect_size(store, dataset_id, entry, sizes.get(f"{folder(dataset_id)}/{entry.name}"))
+    return standing or _create_manifest(store, spec, receipts)
 
 
 def _write_files(
@@ -276,13 +285,14 @@ def _expect_one_fingerprint(receipts: dict[int, Receipt]) -> None:
         )
 
 
-def _standing_manifest(store: Store, ours: Manifest) -> Manifest:
-    standing = read_manifest(store.get(manifest_key(ours.dataset_id)))
-    if standing.content_sha256 != ours.content_sha256:
-        raise ConflictError(
-            f"dataset {ours.dataset_id!r} is committed with content {standing.content_sha256}, "
-            f"but its receipts give {ours.content_sha256}; use another dataset id",
-            code="dataset_immutable",
-            stage="commit_manifest",
-        )
-    return standing
+def _create_manifest(store: Store, spec: DatasetSpec, receipts: dict[int, Receipt]) -> Manifest:
+    """Create the manifest; one that another committer made meanwhile must be of these receipts."""
+    ours = build_manifest(spec, receipts)
+    try:
+        store.put(manifest_key(spec.dataset_id), document_bytes(ours))
+    except AlreadyExistsError:
+        if standing := standing_manifest(store, spec.dataset_id):
+            committed_receipts(store, spec, standing)
+            return standing
+        raise
+    return ours

@@ -143,7 +143,7 @@ def _add_extraction(
     app: FastAPI, service: ExtractionService[Any], max_body_bytes: int, admission: _Admission
 ) -> None:
     async def answer(request: Request) -> Response:
-        media_type = choose_media_type(request.headers.get("accept"))
+        media_type = choose_media_type(", ".join(request.headers.getlist("accept")))
         body = await read_body(request, max_body_bytes)
         parsed = await asyncio.to_thread(parse_request, body)
         if parsed.persistence != "none":

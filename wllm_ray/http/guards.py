@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from wllm_ray.errors import (
     NotFoundError,
@@ -32,6 +33,8 @@ __all__ = [
 Result = TypeVar("Result")
 
 OPEN_PATHS = ("/livez", "/readyz")
+# What servers log for a request whose client left; it has no name in HTTP.
+CLIENT_GONE = 499
 
 logger = logging.getLogger("wllm_ray.http")
 
@@ -81,7 +84,7 @@ def require_api_key(app: FastAPI, api_key: str | None) -> None:
     async def guard(
         request: Request, proceed: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        if api_key and request.url.path not in OPEN_PATHS and not _has_key(request, api_key):
+        if api_key and _path(request) not in OPEN_PATHS and not _has_key(request, api_key):
             return error_response(
                 UnauthorizedError(
                     "this application needs an API key; send `Authorization: Bearer …`"
@@ -89,9 +92,17 @@ def require_api_key(app: FastAPI, api_key: str | None) -> None:
             )
         try:
             return await proceed(request)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)  # nobody reads it
         except Exception as error:  # noqa: BLE001 (the last border of the process)
             _log_unexpected(error)
             return error_response(WLLMError("an unexpected fault; the server's log has the place"))
+
+
+def _path(request: Request) -> str:
+    """The route's path, without the prefix under which the application is served."""
+    prefix = str(request.scope.get("root_path", "")).rstrip("/")
+    return request.url.path.removeprefix(prefix)
 
 
 def _has_key(request: Request, api_key: str) -> bool:
