@@ -10,12 +10,14 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from wllm_ray.capture.admission import MIN_PASS_TOKENS
 from wllm_ray.coordinator import FlowLimits
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.extraction import ExtractionLimits
 from wllm_ray.plan import ShardLimits
+from wllm_ray.validation import unknown_field
 
 __all__ = ["AppArgs"]
 
@@ -44,8 +46,11 @@ class AppArgs(BaseModel):
         Positive | None, Field(description="Longest row in tokens; default: the model's own.")
     ] = None
     prefill_split_tokens: Annotated[
-        Positive,
-        Field(description="Tokens per forward pass; longer prompts are split at its multiples."),
+        int,
+        Field(
+            ge=MIN_PASS_TOKENS,
+            description="Tokens per forward pass; longer prompts are split at its multiples.",
+        ),
     ] = 1024
     max_num_seqs: Annotated[Positive, Field(description="Rows per forward pass.")] = 256
     threads: Annotated[
@@ -94,6 +99,16 @@ class AppArgs(BaseModel):
     chunk_deadline_s: Annotated[
         float, Field(gt=0, description="Seconds for one attempt at a chunk, waiting included.")
     ] = 600.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, values: Any) -> Any:
+        """Pydantic's own words for a misspelt key do not say which one was meant."""
+        if isinstance(values, dict):
+            for name in values:
+                if name not in cls.model_fields:
+                    raise ValueError(unknown_field(str(name), cls.model_fields))
+        return values
 
     @field_validator("num_gpus", mode="before")
     @classmethod

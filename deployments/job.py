@@ -33,12 +33,12 @@ from wllm_ray.cli.options import (
 )
 from wllm_ray.cli.outcome import report
 from wllm_ray.cli.reporting import fail, reports_errors, say
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.store import Store, open_store
 from wllm_ray.errors import InvalidInputError, StorageError, WLLMError
 from wllm_ray.extraction import Offer, capturer
 from wllm_ray.job.progress import ProgressLines
 from wllm_ray.job.rows_file import RowsFile
-from wllm_ray.job.run import Job, RunOptions, run_job
+from wllm_ray.job.run import Job, JobOutcome, RunOptions, run_job
 from wllm_ray.job.source import NamedRows, SourcePlan, read_shards, spec_of
 
 __all__ = ["main"]
@@ -160,17 +160,22 @@ def _absolute(storage: str | None) -> str | None:
 
 
 def _drive(asked: Asked, source: RowsFile, app: str, timeout_s: float) -> int:
-    from deployments.joining import connect
+    from deployments.joining import connect, disconnect
 
     # Before the event loop has its signal handlers: Ray sets its own.
     connect()
     try:
-        return asyncio.run(_run(asked, source, app, timeout_s))
+        store, outcome = asyncio.run(_run(asked, source, app, timeout_s))
     except asyncio.CancelledError:
         return STOPPED
+    # Ray prints what happened to its tasks on our stdout, whose last line is to be the summary.
+    disconnect()
+    return report(store, outcome, source)
 
 
-async def _run(asked: Asked, source: RowsFile, app: str, timeout_s: float) -> int:
+async def _run(
+    asked: Asked, source: RowsFile, app: str, timeout_s: float
+) -> tuple[Store, JobOutcome]:
     from deployments.backend import RayBackend
     from deployments.joining import JoinedApplication, wait_running
 
@@ -199,8 +204,7 @@ async def _run(asked: Asked, source: RowsFile, app: str, timeout_s: float) -> in
     )
     store = open_store(root)
     async with _progress() as progress:
-        outcome = await run_job(store, work, progress)
-    return await asyncio.to_thread(report, store, outcome, source)
+        return store, await run_job(store, work, progress)
 
 
 @contextlib.asynccontextmanager

@@ -21,7 +21,7 @@ from wllm_ray.errors import NotFoundError, UnauthorizedError, UnavailableError
 from wllm_ray.extraction import Offer
 from wllm_ray.records import CaptureIdentity, InputRow, RowRecord
 
-__all__ = ["JoinedApplication", "connect", "wait_running", "waits_for"]
+__all__ = ["JoinedApplication", "connect", "disconnect", "wait_running", "waits_for"]
 
 POLL_S = 0.5
 CALL_TIMEOUT_S = 120.0
@@ -51,6 +51,11 @@ def connect() -> None:
             "no Ray cluster to join; submit this with `ray job submit`, or set RAY_ADDRESS",
             code="server_unreachable",
         ) from error
+
+
+def disconnect() -> None:
+    """Leave the cluster; from then on Ray prints nothing here."""
+    ray.shutdown()
 
 
 def waits_for(status: ServeStatus, app: str) -> str | None:

@@ -47,6 +47,8 @@ VOCAB_SIZE = 256
 MAX_MODEL_LEN = 64
 NUM_LAYERS = 4
 HIDDEN_SIZE = 8
+# A row with this token kills the engines that tests poison.
+POISON = 77
 
 Fault = Callable[[TokenRow], RowFailure | None]
 

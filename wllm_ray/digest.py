@@ -78,7 +78,8 @@ def _integer(text: str) -> int:
     if len(text) < _PLAIN_INT_DIGITS:
         return int(text)
     half = len(text) // 2
-    return _integer(text[:-half]) * 10**half + _integer(text[-half:])
+    scale: int = 10**half
+    return _integer(text[:-half]) * scale + _integer(text[-half:])
 
 
 def _encode(value: Any) -> str:

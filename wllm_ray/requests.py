@@ -20,6 +20,7 @@ from wllm_ray.records import (
 from wllm_ray.rows import Tokenizer, TokenLimits, parse_objects, tokenize_rows
 from wllm_ray.schema import ActivationRequest, ModelCard
 from wllm_ray.sites import HookSite, resolve_sites
+from wllm_ray.validation import field_problems
 
 __all__ = [
     "Prepared",
@@ -80,11 +81,7 @@ def read_request(value: Any) -> ActivationRequest:
     try:
         return ActivationRequest.model_validate(value)
     except ValidationError as error:
-        # The offending values are left out: they may be prompts.
-        problems = [
-            {"field": ".".join(map(str, item["loc"])) or "body", "message": item["msg"]}
-            for item in error.errors(include_url=False, include_input=False, include_context=False)
-        ]
+        problems = field_problems(error, ActivationRequest)
         listed = "; ".join(f"{p['field']}: {p['message']}" for p in problems)
         raise InvalidInputError(
             f"the request does not match the schema: {listed}",

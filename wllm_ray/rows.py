@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from wllm_ray.records import (
     RowRecord,
     TokenizerIdentity,
 )
+from wllm_ray.validation import unknown_field
 
 __all__ = [
     "ChatTemplateRefusedError",
@@ -30,10 +31,12 @@ __all__ = [
     "TokenLimits",
     "Tokenizer",
     "check_row",
+    "id_of",
     "make_record",
     "parse_rows",
     "raise_problems",
     "read_jsonl",
+    "repeated_id",
     "tokenize_rows",
 ]
 
@@ -49,10 +52,21 @@ _KEYS = ("id", *_CONTENT_KEYS, "metadata")
 
 @dataclass(frozen=True, slots=True)
 class RowProblem:
-    """One malformed row: where, and what was expected and found. Never holds prompt text."""
+    """One malformed row: where, and what was expected and found. Never holds prompt text.
+
+    Attributes:
+        line: Where it stands, counted from 1.
+        message: What is wrong.
+        row_id: Its id, where that can be read in spite of what is wrong.
+    """
 
     line: int
     message: str
+    row_id: str | None = None
+
+    def repeating(self, before: int) -> RowProblem:
+        """The same row, whose id was used before as well."""
+        return replace(self, message=f"{self.message}; {_repeats(before)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +97,10 @@ class Tokenizer(Protocol):
         Raises:
             ChatTemplateRefusedError: The template raised.
         """
+
+
+def _repeats(before: int) -> str:
+    return f"`id` was used before, on line {before}"
 
 
 def _has_lone_surrogate(value: Any) -> bool:
@@ -142,7 +160,7 @@ def check_row(value: Any) -> InputRow | str:
     if not isinstance(value, dict):
         return f"a row must be a JSON object, found {type(value).__name__}"
     if unknown := [key for key in value if key not in _KEYS]:
-        return f"unknown field {unknown[0]!a}; the fields are {', '.join(_KEYS)}"
+        return unknown_field(unknown[0], _KEYS)
     if "id" not in value:
         return "`id` is missing"
     if problem := _check_id(value["id"]):
@@ -165,7 +183,24 @@ def _checked(number: int, value: Any) -> InputRow | RowProblem:
         row = error.message
     except TypeError as error:
         row = f"`metadata` holds something that JSON cannot say ({error})"
-    return RowProblem(number, row) if isinstance(row, str) else row
+    return RowProblem(number, row, _readable_id(value)) if isinstance(row, str) else row
+
+
+def _readable_id(value: Any) -> str | None:
+    row_id = value.get("id") if isinstance(value, dict) else None
+    return None if _check_id(row_id) else row_id
+
+
+def repeated_id(line: int, item: InputRow | RowProblem, before: int) -> RowProblem:
+    """What is wrong with a row whose id was used on the line ``before``."""
+    if isinstance(item, RowProblem):
+        return item.repeating(before)
+    return RowProblem(line, _repeats(before), item.id)
+
+
+def id_of(item: InputRow | RowProblem) -> str | None:
+    """The row's id, where it can be read."""
+    return item.row_id if isinstance(item, RowProblem) else item.id
 
 
 def read_jsonl(stream: BinaryIO) -> Iterator[tuple[int, InputRow | RowProblem]]:
@@ -231,10 +266,12 @@ def parse_rows(items: Iterable[tuple[int, InputRow | RowProblem]]) -> list[Input
     problems: list[RowProblem] = []
     first_line: dict[str, int] = {}
     for line, item in items:
-        if isinstance(item, RowProblem):
+        row_id = id_of(item)
+        before = line if row_id is None else first_line.setdefault(row_id, line)
+        if before != line:
+            problems.append(repeated_id(line, item, before))
+        elif isinstance(item, RowProblem):
             problems.append(item)
-        elif (before := first_line.setdefault(item.id, line)) != line:
-            problems.append(RowProblem(line, f"`id` was used before, on line {before}"))
         else:
             rows.append(item)
     raise_problems(problems)

@@ -55,7 +55,8 @@ class HookSite:
     def __post_init__(self) -> None:
         if self.kind not in SITE_KINDS:
             raise InvalidInputError(
-                f"unknown site kind {self.kind!r}; the kinds are {', '.join(SITE_KINDS)}",
+                f"unknown site kind {self.kind!r}; write for example resid_post (what a served "
+                f"model offers is in its /v1/extraction-schema)",
                 code="invalid_site",
             )
         if (self.layer is None) != (self.kind in MODEL_KINDS):
@@ -91,8 +92,8 @@ def parse_site(text: str) -> HookSite:
     if (match := _LENS.fullmatch(text)) and match[2] in _LENS_KINDS:
         return HookSite(int(match[1]), match[2])
     raise InvalidInputError(
-        f"cannot read hook site {text!r}; write for example L12_resid_post "
-        f"(kinds: {', '.join(SITE_KINDS)})",
+        f"cannot read hook site {text!r}; write for example L12_resid_post, the stream after "
+        f"block 12",
         code="invalid_site",
     )
 

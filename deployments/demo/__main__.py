@@ -30,7 +30,7 @@ from deployments.demo.statements import write_statements
 from wllm_ray.capture.model_files import resolve_model
 from wllm_ray.dataset.reader import load_dataset
 from wllm_ray.digest import request_digest
-from wllm_ray.errors import NotFoundError
+from wllm_ray.errors import NotFoundError, WLLMError
 from wllm_ray.records import CaptureIdentity
 
 __all__ = ["main"]
@@ -56,9 +56,10 @@ class DemoError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Which model, and which dataset it gives."""
+    """Which model, resolved, and which dataset it gives."""
 
     model: str
+    revision: str
     served_name: str
     dataset_id: str
 
@@ -74,7 +75,7 @@ def main() -> int:
     try:
         with _only_one():
             _run()
-    except DemoError as error:
+    except (DemoError, WLLMError) as error:
         console.print(f"[red]The demo stopped:[/red] {escape(str(error))}")
         return 1
     except KeyboardInterrupt:
@@ -105,11 +106,19 @@ def _run() -> None:
 @contextmanager
 def _only_one() -> Iterator[None]:
     """Two demos in one folder would tread on each other's files."""
-    with (DEMO / "lock").open("ab") as file:
+    with (DEMO / "lock").open("a+") as file:
+        file.seek(0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DemoError(f"another demo is running in {DEMO.resolve()}; wait for it") from None
+            pid = file.read().strip()
+            raise DemoError(
+                f"another demo is running in {DEMO.resolve()}, as process {pid}; wait for it, or "
+                f"end it and all that it started with: kill {pid}"
+            ) from None
+        file.truncate()
+        file.write(str(os.getpid()))
+        file.flush()
         yield
 
 
@@ -124,16 +133,20 @@ def _step(number: str, name: str) -> Iterator[None]:
 def _target() -> Target:
     wanted = os.environ.get("DEMO_MODEL")
     if wanted:
-        name = Path(wanted).name
-        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
         console.print(f"    {wanted} (DEMO_MODEL)")
-        return Target(wanted, name, f"{DATASET_ID}-{slug}")
+        try:
+            found = resolve_model(wanted)
+        except NotFoundError as error:
+            raise DemoError(f"DEMO_MODEL: {error.message}") from None
+        name = Path(found.name).name
+        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+        return Target(wanted, found.revision, name, f"{DATASET_ID}-{slug}")
     models = DEMO / "models"
     if not (models / MODEL_NAME).is_dir():
         console.print("    converting Gemma 3 270M once, about a minute (Gemma Terms of Use apply)")
     path = prepare_model(models)
     console.print(f"    {path}")
-    return Target(str(path), MODEL_NAME, DATASET_ID)
+    return Target(str(path), resolve_model(str(path)).revision, MODEL_NAME, DATASET_ID)
 
 
 def _is_captured(target: Target) -> bool:
@@ -144,7 +157,7 @@ def _is_captured(target: Target) -> bool:
         return False
     manifest = dataset.manifest
     identity = CaptureIdentity(
-        model_revision=resolve_model(target.model).revision,
+        model_revision=target.revision,
         tokenizer_revision=manifest.tokenizer.revision,
         chat_template_sha256=manifest.tokenizer.chat_template_sha256,
         sites=manifest.sites,
@@ -215,12 +228,15 @@ def _log() -> str:
 
 
 def _is_drawn(target: Target) -> bool:
-    """Whether the picture is there, and of this very dataset."""
+    """Whether the picture is there, and of this very dataset; what cannot be read is not."""
     if not (target.results / PICTURE).is_file():
         return False
     manifest = load_dataset(str(ARTIFACTS), target.dataset_id).manifest
-    drawn = json.loads((target.results / NUMBERS).read_bytes())
-    return bool(drawn["manifest_sha256"] == manifest.manifest_sha256)
+    try:
+        drawn = json.loads((target.results / NUMBERS).read_bytes())["manifest_sha256"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    return bool(drawn == manifest.manifest_sha256)
 
 
 def _analyse(target: Target) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -23,25 +24,33 @@ __all__ = ["NUMBERS", "PICTURE", "analyse"]
 
 NUMBERS = "probe_by_layer.json"
 PICTURE = "probe_by_layer.png"
+QUESTION = "Can a linear probe tell true statements from false ones? (label)"
 _HEAVY = ("ray", "torch", "transformers", "vllm")
 
 
 def analyse(root: str, dataset_id: str, out: Path) -> ProbeReport:
-    """Load and verify the dataset, fit the probes, and write picture, numbers and best probe.
+    """Load and verify the dataset, fit the probes, and write best probe, picture and numbers.
 
-    The picture comes last: where it is, the rest is there too.
+    The numbers come last: where they name a dataset, all the rest is that dataset's too.
     """
     dataset = load_dataset(root, dataset_id, verify="full")
     report = probe_by_layer(dataset, label="label", group="group", positive_label="topic")
     out.mkdir(parents=True, exist_ok=True)
-    (out / NUMBERS).write_bytes(canonical_json(report.to_json()))
     best = report.best.probe
     save_probe(best, out / "probe")
     features = dataset.site(best.site)
     if load_probe(out / "probe").predict(features) != best.predict(features):
         raise RuntimeError(f"the probe saved in {out / 'probe'} predicts otherwise than the fitted")
-    plot_probe_report(report, out / PICTURE)
+    _replace(out / PICTURE, lambda path: plot_probe_report(report, path, question=QUESTION))
+    _replace(out / NUMBERS, lambda path: path.write_bytes(canonical_json(report.to_json())))
     return report
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file that is whole wherever it is seen; a partial one keeps the suffix."""
+    partial = path.with_name(f".partial-{path.name}")
+    write(partial)
+    partial.replace(path)
 
 
 def _table(report: ProbeReport) -> Table:

@@ -5,9 +5,9 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +71,7 @@ class Fire:
     def finish(self, driver: subprocess.Popen) -> dict:
         """Wait for a driver; its summary."""
         stdout, stderr = driver.communicate(timeout=DEADLINE_S)
-        assert driver.returncode == 0, stderr[-4000:]
+        assert driver.returncode == 0, stdout[-2000:] + stderr[-4000:]
         return json.loads(stdout.splitlines()[-1])
 
     def digest(self, app: str, dataset_id: str, batch_size: int, **env: str) -> str:
@@ -118,25 +118,42 @@ def replica(app: str) -> str:
     return f"ray::ServeReplica:{app}:ActivationReplica"
 
 
+@dataclass(frozen=True)
+class App:
+    """An application: its name, how many replicas it has, what builds it, and its own arguments."""
+
+    name: str
+    replicas: int
+    import_path: str = "deployments.app:build_app"
+    args: dict[str, object] = field(default_factory=dict)
+
+
+ONE_AND_TWO = (App("one", 1), App("two", 2))
+
+
 @contextmanager
 def applications(
-    home: Path, address: str, import_path: str = "deployments.app:build_app", **args: object
-) -> Iterator[None]:
-    """``serve run`` with the applications ``one`` and ``two``, until both run."""
+    home: Path, address: str, apps: Sequence[App] = ONE_AND_TWO, **args: object
+) -> Iterator[Callable[[str], str]]:
+    """``serve run`` with some applications, once all are ready; yields name → base URL."""
     config = serve_config()
     (base,) = config["applications"]
     config["http_options"]["port"] = free_port()
     config["applications"] = [
         base
         | {
-            "name": name,
-            "route_prefix": f"/{name}",
-            "import_path": import_path,
-            "args": base["args"] | {"num_gpus": 0, "num_cpus": 0, **args},
-            "deployments": [{"name": "ActivationReplica", "num_replicas": count}],
+            "name": app.name,
+            "route_prefix": f"/{app.name}",
+            "import_path": app.import_path,
+            "args": base["args"] | {"num_gpus": 0, "num_cpus": 0, **args, **app.args},
+            "deployments": [{"name": "ActivationReplica", "num_replicas": app.replicas}],
         }
-        for name, count in (("one", 1), ("two", 2))
+        for app in apps
     ]
+
+    def url(name: str) -> str:
+        return f"http://127.0.0.1:{config['http_options']['port']}/{name}"
+
     path = home / "serve_config.yaml"
     path.write_text(yaml.safe_dump(config))
     with (home / "serve.log").open("wb") as sink:
@@ -149,12 +166,13 @@ def applications(
             start_new_session=True,
         )
     try:
-        for name in ("one", "two"):
-            base_url = f"http://127.0.0.1:{config['http_options']['port']}/{name}"
-            command = [str(BIN / "wllm"), "wait-ready", "--base-url", base_url, "--timeout", "240"]
+        for app in apps:
+            command = [
+                str(BIN / "wllm"), "wait-ready", "--base-url", url(app.name), "--timeout", "240",
+            ]  # fmt: skip
             ready = subprocess.run(command, env=cluster_env(), capture_output=True, check=False)
             assert ready.returncode == 0, (home / "serve.log").read_text()[-4000:]
-        yield
+        yield url
     finally:
         server.terminate()
         server.wait(60)

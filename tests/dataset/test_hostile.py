@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import shutil
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from dataset_builders import FAILED_ROW, make_rows, make_spec, write_dataset
+from typer.testing import CliRunner
 
+from wllm_ray.cli import app
 from wllm_ray.dataset.documents import read_manifest
 from wllm_ray.dataset.files import DatasetFiles
 from wllm_ray.dataset.manifest import document_bytes
@@ -20,7 +24,7 @@ from wllm_ray.dataset.shard import ROWS_SCHEMA
 from wllm_ray.dataset.store import open_store
 from wllm_ray.dataset.verify import verify_dataset
 from wllm_ray.digest import canonical_json
-from wllm_ray.errors import IntegrityError, NotFoundError
+from wllm_ray.errors import IntegrityError, NotFoundError, StorageError
 
 pytestmark = pytest.mark.requirement("D-6")
 
@@ -178,11 +182,16 @@ def test_a_moved_root_still_loads(folder, tmp_path):
 
 def test_a_folder_under_another_id(folder):
     folder.rename(folder.parent / "e")
-    refused(
-        "rows_inconsistent",
-        "holds the manifest of dataset 'd'",
-        lambda: load_dataset(folder.parents[1], "e"),
-    )
+    match = "holds the manifest of dataset 'd', .* rename it back to datasets/d"
+    refused("rows_inconsistent", match, lambda: load_dataset(folder.parents[1], "e"))
+    report = verify_dataset(folder.parents[1], "e")
+    assert [fault.code for fault in report.faults] == ["rows_inconsistent"]
+    assert "rename datasets/e back to datasets/d" in report.advice
+    assert "restore" not in report.advice
+    (folder.parent / "e").rename(folder)
+    assert verify_dataset(folder.parents[1], "d").ok
+    flip(folder / "manifest.json")
+    assert "restore it from a copy" in verify_dataset(folder.parents[1], "d").advice
 
 
 class Forged:
@@ -396,3 +405,39 @@ def test_lengths_must_fit_the_position(folder):
 
 def manifest_of(folder):
     return read_manifest((folder / "manifest.json").read_bytes())
+
+
+@pytest.mark.requirement("L-4")
+def test_the_command_line_says_what_to_do_about_one_fault_and_about_a_new_name(folder):
+    def verified():
+        result = CliRunner().invoke(app, ["verify", str(folder)])
+        assert result.exit_code == 2
+        return result
+
+    flip(the(folder, "shard-00000*.npy"))
+    damaged = verified()
+    assert re.search(r"^d: 8 files, \d+ bytes, 1 fault$", damaged.stdout, re.MULTILINE)
+    assert "restore it from a copy, or capture it again under another" in damaged.stderr
+    folder = folder.rename(folder.parent / "e")
+    renamed = verified()
+    assert "e: 1 file, 0 bytes, 1 fault" in renamed.stdout
+    assert "rename datasets/e back to datasets/d" in renamed.stderr
+    assert "restore" not in renamed.stderr
+
+
+@pytest.mark.parametrize("role", ["features", "rows", "receipt"])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_what_is_no_file_is_a_missing_file_and_nobody_waits_for_it(folder, role, make):
+    pattern = {"features": "*.npy", "rows": "*.rows.arrow", "receipt": "*.receipt.json"}[role]
+    path = the(folder, pattern)
+    path.unlink()
+    make(path)
+    assert ("file_missing", path.name) in faults(folder)
+    if role != "receipt":
+        refused("file_missing", path.name, lambda: load(folder, verify="full"))
+
+
+def test_a_folder_where_an_object_should_be_written_is_told(tmp_path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(StorageError, match="something that is no file stands there"):
+        open_store(tmp_path).put("a", b"x")

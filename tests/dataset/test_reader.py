@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -18,11 +20,13 @@ from dataset_builders import (
 import wllm_ray
 from wllm_ray.dataset import files as files_module
 from wllm_ray.dataset.files import DatasetFiles, list_datasets
+from wllm_ray.dataset.layout import split_dataset_path
 from wllm_ray.dataset.reader import load_dataset
 from wllm_ray.dataset.store import open_store
 from wllm_ray.dataset.verify import inspect_dataset, verify_dataset
 from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard
 from wllm_ray.errors import InvalidInputError, NotFoundError
+from wllm_ray.sites import HookSite
 
 pytestmark = pytest.mark.requirement("P-4")
 
@@ -101,6 +105,27 @@ def test_site_by_any_spelling(ragged, dataset):
     with pytest.raises(InvalidInputError, match="does not have site L3_resid_post; it has") as e:
         ragged.site("L3_resid_post")
     assert e.value.code == "invalid_site"
+
+
+def test_site_by_its_object(ragged):
+    assert np.array_equal(ragged.site(HookSite(2, "mlp_out")), ragged.site("L2_mlp_out"))
+    with pytest.raises(InvalidInputError, match="does not have site L2_resid_post"):
+        ragged.site(HookSite(2, "resid_post"))
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        (2, r"found 2; write for example 'L2_mlp_out'; .* has L0_resid_post, L2_mlp_out"),
+        (12, r"found 12; write for example 'L0_resid_post'"),
+        (None, r"found None; write for example 'L0_resid_post'"),
+        ("layer 2", r"write for example L12_resid_post.* has L0_resid_post, L2_mlp_out"),
+    ],
+)
+def test_what_is_no_site_is_refused_with_what_is(ragged, name, match):
+    with pytest.raises(InvalidInputError, match=match) as error:
+        ragged.site(name)
+    assert error.value.code == "invalid_site"
 
 
 def test_one_site_of_many_shards_is_gathered_alone(ragged, root):
@@ -183,6 +208,11 @@ def test_select_in_the_order_asked(dataset, ragged, good):
     assert dataset.select([]).features.shape == (0, 4)
 
 
+def test_select_refuses_one_id_for_a_list(dataset, good):
+    with pytest.raises(InvalidInputError, match=r"list of row ids, found 'r-0'; write .*\['r-0'\]"):
+        dataset.select(good[0].id)
+
+
 def test_select_says_why_a_row_is_not_there(dataset, rows):
     with pytest.raises(InvalidInputError, match="it failed with too_long"):
         dataset.select([rows[1].id])
@@ -244,6 +274,7 @@ def test_the_public_name(root, store, rows):
 
 
 def test_not_found_says_what_there_is(store, root, rows):
+    store.put("something", b"else")
     with pytest.raises(NotFoundError, match="committed there: none"):
         load_dataset(root, "d")
     write_dataset(store, rows, dataset_id="other")
@@ -257,6 +288,34 @@ def test_not_found_says_what_there_is(store, root, rows):
     with pytest.raises(NotFoundError, match=r"1 shard\(s\) are staged. Run the same job again"):
         load_dataset(root, "d")
     assert list_datasets(store) == ["other"]
+
+
+def test_a_root_that_does_not_exist_is_told(tmp_path):
+    for call in (load_dataset, verify_dataset, inspect_dataset):
+        with pytest.raises(NotFoundError, match=r"under .*/nowhere; there is no such folder") as e:
+            call(tmp_path / "nowhere", "d")
+        assert e.value.code == "dataset_not_found"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_dataset_by_its_own_path(root, store, rows, tmp_path, monkeypatch):
+    write_dataset(store, rows)
+    assert load_dataset(f"{root}/datasets/d").row_ids == load_dataset(root, "d").row_ids
+    assert len(load_dataset(f"{root}/datasets/d/", verify="full")) == 12
+    if not root.startswith("memory"):
+        monkeypatch.chdir(root)
+        assert len(load_dataset(Path("datasets/d"))) == 12
+    for other in (root, f"{root}/datasets", store):
+        with pytest.raises(InvalidInputError, match=r"expected load_dataset\(ROOT, DATASET_ID\)"):
+            load_dataset(other)
+
+
+def test_the_root_of_a_dataset_path():
+    assert split_dataset_path("/datasets/d") == ("/", "d")
+    assert split_dataset_path("datasets/d") == (".", "d")
+    assert split_dataset_path("a/datasets/d/") == ("a", "d")
+    assert split_dataset_path("d") is None
+    assert split_dataset_path("a/data/d") is None
 
 
 def test_bad_arguments(root):

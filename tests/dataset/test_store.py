@@ -182,6 +182,6 @@ def test_unknown_scheme_is_refused():
 def test_a_root_that_is_a_file_is_a_storage_error(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     store = open_store(tmp_path / "file")
-    with pytest.raises(StorageError, match="could not write a: Not a directory"):
+    with pytest.raises(StorageError, match=r"could not write a under .*: Not a directory"):
         store.put("a", b"x")
     assert store.probe().writable is False

@@ -21,6 +21,8 @@ from dataset_builders import (
     write_dataset,
 )
 
+from wllm_ray.dataset import staged, writer
+from wllm_ray.dataset.manifest import document_bytes
 from wllm_ray.dataset.store import open_store
 from wllm_ray.dataset.writer import (
     commit_manifest,
@@ -237,16 +239,113 @@ def test_a_receipt_of_a_shard_that_does_not_exist(store, spec, rows):
         staged_shards(store, spec)
 
 
-def test_another_manifest_stands(store, rows):
-    other = write_dataset(store, rows, dataset_id="other")
-    stage_all(store, make_spec(rows), rows)
+def test_the_manifest_of_another_dataset_stands(store, spec, rows):
+    """Even one of the same content: no reader would open it under this id."""
+    write_dataset(store, rows, dataset_id="other")
+    stage_all(store, spec, rows)
     store.put("datasets/d/manifest.json", store.get("datasets/other/manifest.json"))
-    assert commit_manifest(store, "d") == other  # the same content: nothing is lost by it
-    store.put("datasets/e/manifest.json", store.get("datasets/other/manifest.json"))
-    stage_all(store, make_spec(rows, dataset_id="e", per_shard=4), rows)
-    with pytest.raises(ConflictError, match="use another dataset id") as error:
-        commit_manifest(store, "e")
-    assert error.value.code == "dataset_immutable"
+    for call in (commit_manifest, lambda *_: staged_shards(store, spec)):
+        with pytest.raises(IntegrityError, match="rename it back to datasets/other") as error:
+            call(store, "d")
+        assert error.value.code == "rows_inconsistent"
+
+
+RECEIPT = "datasets/d/shard-00001.receipt.json"
+COMMITTED = "committed, so nothing of it is captured again: .* under another dataset id"
+
+
+def spoilt(store, key, code):
+    """Lose a receipt, or have it say something else."""
+    data = store.get(key)
+    store.delete(key)
+    if code == "digest_mismatch":  # a whole receipt, as a second capture would give
+        store.put(key, data.replace(b'"engine":0.25', b'"engine":0.75'))
+
+
+@pytest.mark.requirement("D-5")
+@pytest.mark.parametrize("code", ["file_missing", "digest_mismatch"])
+def test_a_committed_dataset_with_another_receipt_is_damaged_and_never_staged_again(
+    store, spec, rows, code
+):
+    write_dataset(store, rows)
+    spoilt(store, RECEIPT, code)
+    before = store.list("datasets")
+    for call in (lambda: staged_shards(store, spec), lambda: commit_manifest(store, "d")):
+        with pytest.raises(IntegrityError, match=f"{RECEIPT}.*{COMMITTED}") as error:
+            call()
+        assert error.value.code == code
+        assert "remove" not in error.value.message
+    if code == "file_missing":
+        with pytest.raises(IntegrityError, match=f"{RECEIPT}.*{COMMITTED}"):
+            stage(store, spec, rows, 1)
+    assert store.list("datasets") == before
+
+
+@pytest.mark.requirement("D-4")
+def test_a_commit_that_lost_the_race_to_other_receipts_is_told(store, spec, rows, monkeypatch):
+    """The manifest appears, made from another receipt, after this committer has looked for it."""
+    stage_all(store, spec, rows)
+    receipt, looks = store.get(RECEIPT), []
+
+    def standing(*given):
+        looks.append(given)
+        return None if len(looks) == 1 else staged.standing_manifest(*given)
+
+    commit_manifest(store, "d")
+    store.put(RECEIPT, receipt.replace(b'"engine":0.25', b'"engine":0.75'), mode="overwrite")
+    monkeypatch.setattr(writer, "standing_manifest", standing)
+    with pytest.raises(IntegrityError, match=RECEIPT) as error:
+        commit_manifest(store, "d")
+    assert (error.value.code, len(looks)) == ("digest_mismatch", 2)
+
+
+@pytest.mark.requirement("D-5")
+def test_a_committed_dataset_without_its_spec_is_not_begun_anew(store, spec, rows):
+    write_dataset(store, rows)
+    store.delete("datasets/d/spec.json")
+    for asked in (spec, make_spec(rows, position="first")):
+        with pytest.raises(IntegrityError, match=f"spec.json: it is missing.*{COMMITTED}") as error:
+            create_spec(store, asked)
+        assert error.value.code == "file_missing"
+    assert store.size("datasets/d/spec.json") is None
+
+
+@pytest.mark.requirement("D-5")
+def test_a_committed_dataset_with_another_spec_is_damaged(store, spec, rows):
+    write_dataset(store, rows)
+    other = make_spec(rows, position="first")
+    store.put("datasets/d/spec.json", document_bytes(other), mode="overwrite")
+    calls = (
+        lambda: create_spec(store, spec),
+        lambda: staged_shards(store, other),
+        lambda: commit_manifest(store, "d"),
+    )
+    for call in calls:
+        with pytest.raises(IntegrityError, match=r"spec\.json: it is not the one") as error:
+            call()
+        assert error.value.code == "digest_mismatch"
+
+
+@pytest.mark.requirement("D-5")
+@pytest.mark.parametrize("code", ["size_mismatch", "digest_mismatch", "file_missing"])
+def test_the_advice_on_a_damaged_file_differs_once_it_is_committed(store, spec, rows, code):
+    stage_all(store, spec, rows)
+    key = next(k for k, _ in store.list("datasets") if k.endswith(".npy") and "00001" in k)
+    data = store.get(key)
+    store.delete(key)
+    if code != "file_missing":
+        store.put(key, DAMAGE[code](data))
+    with pytest.raises(IntegrityError, match="or remove the shard's receipt to capture it again"):
+        staged_shards(store, spec)
+    store.put(key, data, mode="overwrite")
+    commit_manifest(store, "d")
+    store.delete(key)
+    if code != "file_missing":
+        store.put(key, DAMAGE[code](data))
+    with pytest.raises(IntegrityError, match=f"{key}.*{COMMITTED}") as error:
+        staged_shards(store, spec)
+    assert error.value.code == code
+    assert "remove" not in error.value.message
 
 
 def test_many_threads_one_dataset(store, rows):
@@ -350,5 +449,5 @@ def test_a_damaged_file_under_the_standing_receipt_is_told(store, spec, rows):
 def test_the_spec_of_another_dataset(store, spec):
     create_spec(store, spec)
     store.put("datasets/e/spec.json", store.get("datasets/d/spec.json"))
-    with pytest.raises(IntegrityError, match="the folder of 'e' is that of 'd'"):
+    with pytest.raises(IntegrityError, match="is that of 'd'; rename the folder back to 'd'"):
         load_spec(store, "e")

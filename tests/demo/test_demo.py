@@ -5,11 +5,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from rich.console import Console
 
-from deployments.demo import model
+from deployments.demo import __main__ as demo
+from deployments.demo import analyse, model
 from deployments.demo.server import base_url, render_config
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +71,143 @@ def test_a_busy_port_is_avoided(tmp_path):
         port = render_config(source, tmp_path / "c.yaml", model="m", served_model_name="m")
     assert port != taken
     assert base_url(port) == f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A demo folder of its own; what the demo says goes to standard output, in one line."""
+    for name in ("DEMO", "ARTIFACTS", "STATEMENTS"):
+        monkeypatch.setattr(demo, name, tmp_path / getattr(demo, name))
+    monkeypatch.setattr(demo, "console", Console(highlight=False, width=1000))
+    return demo.DEMO
+
+
+@pytest.mark.requirement("U-4")
+@pytest.mark.parametrize("wanted", ["/nope", "an_empty_folder"])
+def test_a_model_that_is_not_there_is_refused_in_the_first_step(
+    folder, wanted, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "an_empty_folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DEMO_MODEL", wanted)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert demo.main() == 1
+    said = capsys.readouterr().out
+    assert "The demo stopped: DEMO_MODEL: expected a" in said
+    assert wanted in said
+    assert "2/4" not in said
+
+
+def test_a_model_of_ones_own_gives_a_dataset_of_its_own(folder, tmp_path, monkeypatch):
+    own = tmp_path / "my model"
+    own.mkdir()
+    (own / "config.json").write_text("{}")
+    monkeypatch.chdir(own)
+    monkeypatch.setenv("DEMO_MODEL", ".")
+    target = demo._target()
+    assert (target.model, target.served_name) == (".", "my model")
+    assert target.dataset_id == "true-false-statements-my-model"
+    assert target.revision.startswith("sha256:")
+
+
+# Holds the demo's lock as the demo does, and says its process id once it has it.
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from deployments.demo import __main__ as demo
+demo.DEMO = Path(sys.argv[1])
+with demo._only_one():
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.requirement("U-4")
+def test_a_second_demo_is_told_which_is_the_first_and_how_to_end_it(folder, capsys):
+    folder.mkdir()
+    (folder / "lock").write_text("123456789\n")  # what one left that was killed
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as holder:
+        pid = int(holder.stdout.readline())
+        assert demo.main() == 1
+        holder.terminate()
+    said = capsys.readouterr().out
+    assert f"running in {folder.resolve()}, as process {pid};" in said
+    assert said.strip().endswith(f": kill {pid}")
+    with demo._only_one():
+        assert int((folder / "lock").read_text()) == os.getpid()
+
+
+@pytest.mark.requirement("U-1")
+@pytest.mark.parametrize(
+    ("numbers", "is_drawn"),
+    [
+        (b'{"manifest_sha256":"m"}', True),
+        (b'{"manifest_sha256":"other"}', False),
+        (b'{"manifest_sha256":"m', False),
+        (b"{}", False),
+        (b"[1]", False),
+        (b"\xff", False),
+        (None, False),
+    ],
+)
+def test_what_was_drawn_is_known_by_numbers_that_can_be_read(
+    folder, monkeypatch, numbers, is_drawn
+):
+    target = demo.Target("m", "r", "m", "d")
+    target.results.mkdir(parents=True)
+    (target.results / analyse.PICTURE).touch()
+    if numbers is not None:
+        (target.results / analyse.NUMBERS).write_bytes(numbers)
+    dataset = SimpleNamespace(manifest=SimpleNamespace(manifest_sha256="m"))
+    monkeypatch.setattr(demo, "load_dataset", lambda *_: dataset)
+    assert demo._is_drawn(target) is is_drawn
+
+
+@pytest.mark.requirement("U-1")
+@pytest.mark.parametrize("killed_at", [analyse.PICTURE, analyse.NUMBERS])
+def test_an_analysis_that_is_killed_is_not_taken_for_done(
+    folder, monkeypatch, report_stub, killed_at
+):
+    """Not even over the results of another dataset, which are left whole."""
+    target = demo.Target("m", "r", "m", "d")
+    target.results.mkdir(parents=True)
+    for name in (analyse.PICTURE, analyse.NUMBERS):
+        (target.results / name).write_bytes(b'{"manifest_sha256":"old"}')
+    replace = Path.replace
+
+    def killed(path, other):
+        if Path(other).name == killed_at:
+            raise KeyboardInterrupt
+        return replace(path, other)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            analyse.analyse("root", "d", target.results)
+    assert (target.results / killed_at).read_bytes() == b'{"manifest_sha256":"old"}'
+    assert not demo._is_drawn(target)
+    analyse.analyse("root", "d", target.results)
+    assert demo._is_drawn(target)
+
+
+@pytest.fixture
+def report_stub(monkeypatch):
+    """A dataset and a report without a model, drawn as a few bytes."""
+    manifest = SimpleNamespace(manifest_sha256="m")
+    dataset = SimpleNamespace(manifest=manifest, site=lambda name: name)
+    probe = SimpleNamespace(site="embed", predict=lambda features: [features])
+    report = SimpleNamespace(
+        best=SimpleNamespace(probe=probe), to_json=lambda: {"manifest_sha256": "m"}
+    )
+    monkeypatch.setattr(demo, "load_dataset", lambda *_: dataset)
+    monkeypatch.setattr(analyse, "load_dataset", lambda *_, **__: dataset)
+    monkeypatch.setattr(analyse, "probe_by_layer", lambda *_, **__: report)
+    monkeypatch.setattr(analyse, "save_probe", lambda *_: None)
+    monkeypatch.setattr(analyse, "load_probe", lambda *_: probe)
+    monkeypatch.setattr(
+        analyse, "plot_probe_report", lambda report, path, **_: path.write_bytes(b"picture")
+    )
 
 
 # A program that starts another, which ignores SIGTERM, and says its process id.

@@ -291,7 +291,7 @@ async def test_a_body_that_is_not_strict_json_is_refused(raw):
 
 @pytest.mark.requirement("L-6")
 async def test_all_malformed_rows_are_listed_by_position():
-    rows = [{"id": "a", "prompt": 1}, ROWS[0], {"prompt": "x"}]
+    rows = [{"id": "z", "prompt": 1}, ROWS[0], {"prompt": "x"}]
     error = error_of(await post(Application(), body(rows=rows)), 422)
     assert [one["line"] for one in error["details"]["problems"]] == [1, 3]
 
@@ -381,7 +381,10 @@ async def test_where_a_key_is_set_it_is_needed(headers, status):
         response = await client.get("/v1/models", headers=encoded)
         assert response.status_code == status
         if status == 401:
-            assert error_of(response, 401)["code"] == "unauthorized"
+            error = error_of(response, 401)
+            sent = headers and headers.get("Authorization") != "Basic key"
+            said = "that was sent is not the one" if sent else "needs an API key, and none was sent"
+            assert (error["code"], said in error["message"]) == ("unauthorized", True)
         for path in ("/livez", "/readyz"):
             assert (await client.get(path)).status_code == 200
 

@@ -1,15 +1,25 @@
 """The application's arguments: typed, and strict about names."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
 from deployments.args import AppArgs
+from deployments.check import main as check
+from deployments.check import problems_of
+from wllm_ray.capture.admission import MIN_PASS_TOKENS
 from wllm_ray.errors import InvalidInputError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.requirement("R-1")
 def test_a_misspelt_key_is_an_error_that_names_it():
-    with pytest.raises(ValidationError, match="storage_rot"):
+    meant = "unknown field 'storage_rot'; did you mean 'storage_root'\\? The fields are model, "
+    with pytest.raises(ValidationError, match=meant):
         AppArgs.model_validate({"model": "m", "storage_rot": "/x"})
 
 
@@ -34,6 +44,57 @@ def test_text_from_the_command_line_becomes_the_fields_type():
 def test_a_wrong_value_is_an_error_that_names_its_key(bad):
     with pytest.raises(ValidationError, match=next(iter(bad))):
         AppArgs.model_validate({"model": "m", **bad})
+
+
+def test_the_split_size_has_the_engines_own_bound():
+    least = MIN_PASS_TOKENS
+    assert AppArgs(model="m", prefill_split_tokens=least).prefill_split_tokens == least
+    with pytest.raises(ValidationError, match="prefill_split_tokens"):
+        AppArgs(model="m", prefill_split_tokens=least - 1)
+
+
+@pytest.mark.requirement("R-1")
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"model": "m"}, []),
+        ({}, ["model: is missing"]),
+        ({"model": "m", "modell": "x"}, ["unknown field 'modell'; did you mean 'model'? The fi"]),
+        (
+            {"model": "m", "threads": "two", "num_gpus": 2},
+            [
+                "threads: expected a whole number of at least 1, found 'two'",
+                "num_gpus: expected one of 'auto', 0, 1, found 2",
+            ],
+        ),
+        (
+            {"model": "m", "gpu_memory_utilization": 2},
+            ["gpu_memory_utilization: expected a number above 0 and of at most 1, found 2"],
+        ),
+    ],
+)
+def test_arguments_are_judged_in_one_line_each(args, said):
+    found = problems_of(args)
+    assert len(found) == len(said)
+    assert all(line.startswith(start) for line, start in zip(found, said, strict=True))
+
+
+def test_arguments_are_judged_without_ray():
+    code = (
+        "import sys, deployments.check; heavy = {'ray', 'vllm', 'torch'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("text", [None, "applications: 3", "a: [", "[]"])
+def test_a_file_that_is_no_config_is_told(text, tmp_path, capsys):
+    pytest.importorskip("yaml")
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    assert check([str(path)]) == 2
+    assert "is not a Serve config file" in capsys.readouterr().out
 
 
 def test_relative_paths_are_resolved_where_they_were_written(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from tests.fakes import MODEL, Application, serving
 from wllm_ray import __version__
 from wllm_ray.cli import app as wllm
 from wllm_ray.cli.reporting import reports_errors
-from wllm_ray.cli.serve import serve_command
+from wllm_ray.cli.serve import application_args, serve_command, serve_program
 from wllm_ray.client import WLLMClient
 from wllm_ray.dataset.store import open_store
 from wllm_ray.doctor import Settings, run_checks
@@ -69,16 +69,56 @@ def test_a_fault_of_the_program_exits_with_two_and_quotes_nothing(capsys):
 
 
 class Board:
-    """Ray's dashboard, as far as it is asked."""
+    """Ray's dashboard, as far as it is asked; answers as Ray 2.60 does."""
 
-    def __init__(self, **application) -> None:
+    def __init__(self, token: str | None = None, **application) -> None:
+        self.token = token
         self.application = {"route_prefix": "/", "status": "DEPLOYING", "message": ""} | application
 
+    def status(self, scope) -> int:
+        sent = dict(scope["headers"]).get(b"authorization", b"").decode()
+        if self.token is not None and sent != f"Bearer {self.token}":
+            return 403 if sent else 401
+        return 200 if scope["path"] in ("/api/serve/applications/", "/api/version") else 404
+
     async def __call__(self, scope, _receive, send):
-        known = scope["path"] in ("/api/serve/applications/", "/api/version")
+        status = self.status(scope)
         value = {"applications": {"wllm": self.application}, "target_capacity": None}
-        await send({"type": "http.response.start", "status": 200 if known else 404, "headers": []})
-        await send({"type": "http.response.body", "body": json.dumps(value).encode()})
+        body = json.dumps(value).encode() if status == 200 else b"Unauthorized: Missing or wrong"
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+
+# What Ray 2.60 answers of an application whose builder raised, without the traceback's middle.
+NOT_BUILT = {
+    "name": "wllm",
+    "route_prefix": None,
+    "docs_path": None,
+    "status": "DEPLOY_FAILED",
+    "message": "Deploying app 'wllm' failed with exception:\nTraceback (most recent call last):\n"
+    "ray.exceptions.RayTaskError(RuntimeError): \u001b[36mray::build_serve_application()"
+    "\u001b[39m\n"
+    "pydantic_core._pydantic_core.ValidationError: 1 validation error for AppArgs\nmax_modl_len\n"
+    "  Extra inputs are not permitted [type=extra_forbidden, input_value=5, input_type=int]\n",
+    "last_deployed_time_s": 1795980121.7783585,
+    "deployed_app_config": {
+        "name": "wllm",
+        "route_prefix": "/",
+        "import_path": "deployments.app:build_app",
+        "args": {"model": "/nowhere", "max_modl_len": 5},
+    },
+    "source": "declarative",
+    "deployments": {},
+    "external_scaler_enabled": False,
+    "deployment_topology": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_token_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.requirement("L-2")
@@ -104,13 +144,12 @@ def test_waiting_ends_as_soon_as_a_replica_is_ready():
 
 
 @pytest.mark.requirement("L-2")
-@pytest.mark.parametrize("status", ["DEPLOY_FAILED", "UNHEALTHY"])
-def test_a_failed_deployment_ends_the_waiting_and_is_quoted(status):
-    board = Board(status=status, message="no such model: /models/x\n")
+def test_a_failed_deployment_ends_the_waiting_and_is_quoted():
+    board = Board(status="DEPLOY_FAILED", message="no such model: /models/x\n")
     with serving(board) as dashboard:
         result = run("wait-ready", "--base-url", NOBODY, "--dashboard-url", dashboard)
     assert result.exit_code == 2
-    assert f"the application is {status}; Ray says: no such model: /models/x" in result.stderr
+    assert "the application is DEPLOY_FAILED; Ray says: no such model: /models/x" in result.stderr
 
 
 @pytest.mark.requirement("L-2")
@@ -140,8 +179,95 @@ def test_a_dashboard_that_does_not_know_the_application_is_no_reason_to_stop(boa
             "wait-ready", "--base-url", NOBODY, "--timeout", "0", "--dashboard-url", dashboard
         )
     assert result.exit_code == 2
-    assert "no answer from http://127.0.0.1:9/readyz" in result.stderr
+    assert "no answer from http://127.0.0.1:9: nothing listens there yet" in result.stderr
     assert said in result.stderr
+
+
+@pytest.mark.requirement("L-2")
+@pytest.mark.parametrize("sent", [NOT_BUILT["deployed_app_config"], {"route_prefix": None}, None])
+def test_an_application_that_could_not_be_built_has_failed(sent):
+    board = Board(**NOT_BUILT | {"deployed_app_config": sent})
+    with serving(board) as dashboard:
+        result = run("wait-ready", "--base-url", NOBODY, "--dashboard-url", dashboard)
+    assert result.exit_code == 2
+    assert "error [deploy_failed]: the application is DEPLOY_FAILED" in result.stderr
+    assert "max_modl_len" in result.stderr
+    assert "\x1b" not in result.stderr
+
+
+def test_one_that_could_not_be_built_elsewhere_is_no_reason_to_stop():
+    sent = {"deployed_app_config": {"route_prefix": "/other"}}
+    with serving(Board(**NOT_BUILT | sent)) as dashboard:
+        result = run(
+            "wait-ready", "--base-url", NOBODY, "--timeout", "0", "--dashboard-url", dashboard
+        )
+    assert "error [not_ready]" in result.stderr
+
+
+@pytest.mark.requirement("L-2")
+@pytest.mark.parametrize("kept", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", ".ray/auth_token"])
+def test_the_clusters_token_is_found_where_ray_finds_it(kept, tmp_path, monkeypatch):
+    if kept == "RAY_AUTH_TOKEN":
+        monkeypatch.setenv(kept, "t0ken")
+    else:
+        path = tmp_path / ".ray" / "auth_token"
+        if kept == "RAY_AUTH_TOKEN_PATH":
+            path = tmp_path / "elsewhere"
+            monkeypatch.setenv(kept, str(path))
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("t0ken\n")
+    with serving(Board("t0ken", status="DEPLOY_FAILED", message="why")) as dashboard:
+        result = run("wait-ready", "--base-url", NOBODY, "--dashboard-url", dashboard)
+        report = run("doctor", "--dashboard-url", dashboard)
+    assert "Ray says: why" in result.stderr
+    assert f"ok    ray cluster: {dashboard}: answers" in report.stdout
+
+
+@pytest.mark.requirement("L-2")
+@pytest.mark.parametrize(
+    ("token", "said"),
+    [(None, "asks for a token, and none was found"), ("x", "refuses the token that was sent")],
+)
+def test_a_dashboard_that_refuses_says_what_to_set(token, said, monkeypatch):
+    if token:
+        monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    with serving(Board("t0ken")) as dashboard:
+        result = run(
+            "wait-ready", "--base-url", NOBODY, "--timeout", "0", "--dashboard-url", dashboard
+        )
+        report = run("doctor", "--dashboard-url", dashboard)
+    for text in (result.stderr, report.stdout):
+        assert said in text
+        assert "set RAY_AUTH_TOKEN to the cluster's token, or RAY_AUTH_TOKEN_PATH" in text
+        assert "~/.ray/auth_token" in text
+    assert "warn  ray cluster" in report.stdout
+
+
+def test_a_token_file_that_is_not_there_is_an_error(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/such/file")
+    result = run("wait-ready", "--base-url", NOBODY, "--timeout", "0")
+    assert result.exit_code == 2
+    assert "in /no/such/file, which RAY_AUTH_TOKEN_PATH names" in result.stderr
+
+
+@pytest.mark.requirement("L-2")
+def test_what_is_seen_is_told_once_whenever_it_changes():
+    app, board = Application(), Board()
+    description, app.service.description = app.service.description, None
+
+    def step(_method, _path):
+        if len(app.requests) == 3:
+            board.application["status"] = "RUNNING"
+        if len(app.requests) == 4:
+            app.service.description = description
+
+    app.before = step
+    with serving(app) as address, serving(board) as dashboard:
+        result = run("wait-ready", "--base-url", address, "--dashboard-url", dashboard)
+    *seen, last = result.stderr.splitlines()
+    assert [line.rpartition("; ")[2] for line in seen] == ["Ray says DEPLOYING", "Ray says RUNNING"]
+    assert all(line.startswith("waiting: ") for line in seen)
+    assert last == f"{address} is ready"
 
 
 def test_an_application_is_found_by_its_route_prefix():
@@ -196,6 +322,8 @@ def test_orphans_are_notes_and_no_faults(committed):
 def test_a_dataset_is_shown_to_people_and_programs(committed):
     text = run("inspect", str(committed), "d").stdout
     assert "L1_resid_post" in text
+    digest = json.loads((committed / "datasets/d/manifest.json").read_text())["content_sha256"]
+    assert digest in text
     facts = json.loads(run("inspect", str(committed / "datasets/d"), "--json").stdout)
     assert facts["rows"] == 2
 
@@ -225,20 +353,83 @@ def test_serving_runs_rays_own_command(tmp_path, monkeypatch):
     (tmp_path / "deployments" / "app.py").touch()
     (tmp_path / "serve").touch()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    command = serve_command("/models/x", "name", ["dtype=float32"], tmp_path)
-    assert command == [
+    program = serve_program(tmp_path)
+    args = application_args("/models/x", "name", ["dtype=float32"])
+    assert serve_command(program, args, "local", None) == [
         str(tmp_path / "serve"),
         "run",
+        "--address",
+        "local",
+        "--name",
+        "wllm",
         "deployments.app:build_app",
         "model=/models/x",
         "served_model_name=name",
         "dtype=float32",
     ]
-    with pytest.raises(InvalidInputError, match="settings are KEY=VALUE"):
-        serve_command("/models/x", None, ["dtype"], tmp_path)
     (tmp_path / "serve").unlink()
     with pytest.raises(NotFoundError, match="expected Ray's `serve` command"):
-        serve_command("/models/x", None, [], tmp_path)
+        serve_program(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["dtype"], "settings are KEY=VALUE"),
+        (["dtype="], "settings are KEY=VALUE"),
+        (["model=/y"], "setting 'model' is given twice"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_refused(settings, message):
+    with pytest.raises(InvalidInputError, match=message):
+        application_args("/models/x", None, settings)
+
+
+@pytest.mark.requirement("R-1")
+def test_a_port_is_told_to_ray_in_a_config_file(tmp_path, monkeypatch):
+    yaml = pytest.importorskip("yaml")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    args = {"model": "/models/x", "threads": "2"}
+    *start, path = serve_command(Path("serve"), args, None, 8123)
+    assert start == ["serve", "run"]
+    config = yaml.safe_load(Path(path).read_text())
+    assert config["http_options"] == {"host": "127.0.0.1", "port": 8123}
+    (application,) = config["applications"]
+    assert application["import_path"] == "deployments.app:build_app"
+    assert application["args"] == args
+
+
+@pytest.mark.requirement("R-1")
+@pytest.mark.parametrize(
+    ("ray_address", "options", "joined"),
+    [
+        (None, [], ["--address", "local"]),
+        ("10.0.0.1:6379", [], []),
+        ("10.0.0.1:6379", ["--address", "auto"], ["--address", "auto"]),
+    ],
+)
+def test_serving_joins_no_cluster_that_nobody_named(monkeypatch, ray_address, options, joined):
+    pytest.importorskip("ray")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if ray_address:
+        monkeypatch.setenv("RAY_ADDRESS", ray_address)
+    started = []
+    monkeypatch.setattr("os.execv", lambda _program, command: started.append(command))
+    assert run("serve", "/models/x", *options).exit_code == 0
+    (command,) = started
+    assert command[1:-4] == ["run", *joined]
+    assert command[-1] == "model=/models/x"
+
+
+@pytest.mark.requirement("R-1")
+def test_a_misspelt_setting_is_refused_before_ray_is_started(monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("os.execv", lambda *_: pytest.fail("it was started"))
+    result = run("serve", "/models/x", "max_modl_len=512")
+    assert result.exit_code == 2
+    assert "unknown field 'max_modl_len'; did you mean 'max_model_len'?" in result.stderr
 
 
 @pytest.mark.requirement("R-1")
@@ -413,3 +604,24 @@ def test_the_command_exits_with_two_when_a_check_fails():
     assert bad.exit_code == 2
     assert "FAIL  settings: tensor_parallel_size 2" in bad.stdout
     assert "→ change what is named here" in bad.stdout
+
+
+@pytest.mark.requirement("L-1")
+@pytest.mark.parametrize(
+    ("key", "status", "said"),
+    [
+        ("max_model_len", "ok", "are understood"),
+        ("max_modl_len", "fail", "application 'a': unknown field 'max_modl_len'; did you mean"),
+    ],
+)
+def test_a_config_files_arguments_are_judged(key, status, said, tmp_path, monkeypatch):
+    pytest.importorskip("yaml")
+    application = {"import_path": "deployments.app:build_app", "args": {"model": "m", key: 5}}
+    config = tmp_path / "serve.yaml"
+    config.write_text(json.dumps({"applications": [{"name": "a", **application}]}))
+    monkeypatch.chdir(ROOT)
+    check = checks(config=config)["config"]
+    assert check.status == status
+    assert said in check.found
+    monkeypatch.chdir(tmp_path)
+    assert checks(config=config)["config"].status == "warn"

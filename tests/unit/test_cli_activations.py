@@ -273,10 +273,37 @@ def test_options_that_cannot_be_are_refused_before_anything_is_sent(app, job, op
     assert posts(app) == 0
 
 
-def test_usage_errors_are_two_as_well():
-    runner = CliRunner()
-    assert runner.invoke(wllm, ["activations", "/no/such/file"]).exit_code == 2
-    assert runner.invoke(wllm, ["activations", "--colour"]).exit_code == 2
+@pytest.mark.requirement("L-3")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["/no/such/file", "--model", "m", "--output", "o"], "'/no/such/file' does not exist"),
+        (["/dev/null"], "Missing option '--model'"),
+        ([], "Missing argument 'rows'"),
+        (["--colour"], "No such option: --colour"),
+        (["/dev/null", "--model", "m", "--output", "o", "--patience", "x"], "for '--patience'"),
+    ],
+)
+def test_usage_errors_are_two_and_end_with_json_as_well(arguments, said):
+    result = CliRunner().invoke(wllm, ["activations", *arguments])
+    summary = json.loads(result.stdout)
+    assert (result.exit_code, summary["exit_code"], summary["status"]) == (2, 2, "error")
+    assert summary["error"]["code"] == "invalid_argument"
+    assert said in summary["error"]["message"]
+    assert "Usage: " in result.stderr
+
+
+def test_help_is_no_error():
+    result = CliRunner().invoke(wllm, ["activations", "--help"])
+    assert result.exit_code == 0
+    assert '"status"' not in result.stdout
+
+
+@pytest.mark.requirement("L-3")
+def test_a_fault_of_the_program_ends_with_json_as_well(job, monkeypatch):
+    monkeypatch.setattr("wllm_ray.cli.activations.batch_size_of", lambda _: 1 / 0)
+    result = job.run()
+    assert (result.exit_code, result.summary["error"]["code"]) == (2, "internal_error")
 
 
 def test_a_pipe_is_refused_because_it_is_read_twice(job, tmp_path):
@@ -296,6 +323,8 @@ def test_the_key_comes_from_the_environment_and_is_never_shown(tmp_path):
         taken = job.run(env={"WLLM_API_KEY": "SECRET-KEY"})
     assert (refused.exit_code, taken.exit_code) == (2, 0)
     assert refused.summary["error"]["code"] == "unauthorized"
+    assert "the API key that was sent is not the one of this application" in refused.stderr
+    assert "set WLLM_API_KEY to the application's key" in refused.stderr
     assert "SECRET" not in refused.output + taken.output
 
 
@@ -304,6 +333,7 @@ def test_an_output_that_cannot_be_written_is_an_error(job, tmp_path):
     (tmp_path / "file").write_text("")
     result = job.run(output=str(tmp_path / "file" / "below"))
     assert result.exit_code == 2
+    assert f"under the storage root {tmp_path / 'file' / 'below'}" in result.stderr
     assert result.summary["error"]["code"] == "storage_failed"
 
 
@@ -396,12 +426,29 @@ def test_a_damaged_shard_fails_closed_and_is_named(job, suffix, committed):
 
 
 @pytest.mark.requirement("L-3")
+def test_without_a_site_the_options_are_named(job):
+    del job.options["layer"]
+    result = job.run()
+    assert (result.exit_code, result.summary["error"]["code"]) == (2, "invalid_site")
+    assert "give --layer (`--layer 12`, `--layer all`) or --hook-site" in result.stderr
+
+
+def test_the_bar_does_not_stay_before_an_error(job):
+    job.rows.write_text("nope\n")
+    result = CliRunner().invoke(wllm, job.arguments())
+    assert result.exit_code == 2
+    assert "checking the input" not in result.stderr
+
+
+@pytest.mark.requirement("L-3")
 def test_no_resume_refuses_what_is_there(job):
     assert job.run("--no-resume").exit_code == 0
     result = job.run("--no-resume")
     assert result.exit_code == 2
-    assert "was begun already" in result.stderr
+    assert "is committed already" in result.stderr
     assert "leave out --no-resume" in result.stderr
+    (job.output / "datasets/d/manifest.json").unlink()
+    assert "was begun already" in job.run("--no-resume").stderr
 
 
 # --- when things die ------------------------------------------------------------------------------
@@ -492,8 +539,9 @@ def test_an_interruption_exits_with_130_and_keeps_what_is_written(tmp_path):
         process = job.start("--quiet", rows_per_shard="2")
         wait_for(lambda: len(job.receipts()) >= 1)
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert json.loads(stdout) == {"status": "interrupted", "exit_code": 130}
     assert "running again goes on from there" in stderr
     assert "Traceback" not in stderr
     assert not list(job.output.rglob(".tmp-*"))

@@ -21,7 +21,7 @@ from tests.fakes import (
 from wllm_ray.client import AsyncWLLMClient, WLLMClient
 from wllm_ray.client.border import error_from_response, translated
 from wllm_ray.client.connection import Connection
-from wllm_ray.client.inputs import input_rows
+from wllm_ray.client.inputs import as_list, input_rows
 from wllm_ray.client.remote import request_bodies, sent_row
 from wllm_ray.dataset.reader import load_dataset
 from wllm_ray.dataset.store import open_store
@@ -91,10 +91,57 @@ def test_default_ids_are_numbered_and_metadata_is_kept_as_json():
     assert isinstance(rows[1].metadata["float"], float)
 
 
+@pytest.mark.requirement("P-1")
+def test_rows_are_taken_as_they_stand_in_a_file():
+    rows = input_rows(
+        [
+            {"id": "a", "prompt": "text", "metadata": {"t": (1, 2)}},
+            {"id": "b", "messages": ({"role": "user", "content": "hi"},)},
+            {"id": "c", "token_ids": np.array([4, 5])},
+        ]
+    )
+    assert [(row.id, row.content, row.metadata) for row in rows] == [
+        ("a", {"prompt": "text"}, {"t": [1, 2]}),
+        ("b", {"messages": [{"role": "user", "content": "hi"}]}, {}),
+        ("c", {"token_ids": [4, 5]}, {}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        (int, None, None),
+        (int, 6, [6]),
+        (int, np.int64(6), [6]),
+        (int, range(2), [0, 1]),
+        (int, np.array([1, 2]), [1, 2]),
+        (str, "L1_resid_post", ["L1_resid_post"]),
+        (str, ("a", "b"), ["a", "b"]),
+    ],
+)
+def test_one_layer_or_site_is_a_list_of_one(kind, value, expected):
+    assert as_list("layers", kind, value) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [(int, "all"), (int, [1.5]), (int, True), (int, ["1"]), (str, 3), (str, [3])]
+)
+def test_layers_and_sites_of_another_type_are_refused(kind, value):
+    with pytest.raises(InvalidInputError, match="`x` is a list of"):
+        as_list("x", kind, value)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("one string",), "put it into a list"),
+        (([{"id": "a", "prompt": ""}], ["a"]), "carry their own ids and metadata"),
+        (([{"id": "a", "prompt": ""}], None, [{}]), "carry their own ids and metadata"),
+        (([{"id": "a", "prompt": ""}, "x"],), "input 1: expected a row like those beside it"),
+        (([{"prompt": ""}],), "line 1: `id` is missing"),
+        (([{"id": "a", "promt": ""}],), "unknown field 'promt'; did you mean 'prompt'"),
+        (([{"id": "a", "token_ids": "x"}],), "`token_ids` must be a list of integers"),
+        (([{"id": "a", "prompt": "x", "token_ids": [1]}],), "exactly one of"),
         (([b"bytes"],), "input 0: expected a string"),
         (([np.ones(2)],), "one-dimensional integer array"),
         (([np.ones((1, 2), int)],), "one-dimensional integer array"),

@@ -54,17 +54,26 @@ def test_a_cluster_without_serve_or_without_the_application_is_told_apart():
 
 
 @pytest.mark.requirement("L-5")
-@pytest.mark.parametrize("status", ["DEPLOY_FAILED", "UNHEALTHY"])
-def test_a_failed_application_is_quoted_once(status):
+def test_a_failed_application_is_quoted_once():
     broken = deployment(DeploymentStatus.UNHEALTHY, "the constructor raised", STARTING=1)
     found = serve_status(
-        ApplicationStatus(status), "the constructor raised", Ingress=deployment(), Act=broken
+        ApplicationStatus.DEPLOY_FAILED, "the constructor raised", Ingress=deployment(), Act=broken
     )
     with pytest.raises(UnavailableError, match="the constructor raised") as caught:
         waits_for(found, "wllm")
     assert caught.value.code == "deploy_failed"
     assert caught.value.message.count("the constructor raised") == 1
-    assert f"is {status}; Ray says:" in caught.value.message
+    assert "is DEPLOY_FAILED; Ray says:" in caught.value.message
+
+
+@pytest.mark.requirement("L-5", "R-3")
+def test_an_application_whose_replicas_are_being_replaced_is_waited_for():
+    """Ray calls it unhealthy when they were killed again while they started, and goes on."""
+    replacing = serve_status(
+        ApplicationStatus.UNHEALTHY, "died", Act=deployment(DeploymentStatus.UNHEALTHY, "died")
+    )
+    answers = iter([replacing, serve_status(ApplicationStatus.RUNNING)])
+    wait_running("wllm", 30, status=lambda: next(answers), resources=dict)
 
 
 @pytest.mark.requirement("L-5")

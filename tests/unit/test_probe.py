@@ -278,6 +278,52 @@ def test_the_picture_is_a_png_of_a_readable_size(report, tmp_path):
     assert (width, height) == (1350, 810)
 
 
+class Drawn:
+    """What is said and shown in a picture, caught as it is saved."""
+
+    def __init__(self, report, path, monkeypatch, **options):
+        figures = []
+        monkeypatch.setattr(
+            "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure)
+        )
+        plot_probe_report(report, path, **options)
+        (figure,) = figures
+        (axes,) = figure.axes
+        self.title = axes.get_title()
+        self.bottom = axes.get_ylim()[0]
+        self.notes = [text.get_text() for text in axes.texts]
+        self.legend = [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_the_picture_explains_what_it_shows(report, tmp_path, monkeypatch):
+    drawn = Drawn(report, tmp_path / "p.png", monkeypatch)
+    assert drawn.title.startswith("Can a linear probe read “label”, layer by layer?\ntiny @ 1212")
+    assert drawn.notes == [f"best: L1_resid_post, {report.best.score.accuracy:.2f}"]
+    assert "shaded: 95 % interval" in drawn.legend
+    assert f"chance for “label” ({report.chance:.2f})" in drawn.legend
+    own = f"its own chance {report.positive_chance:.2f}"
+    assert f"positive control: probe of “topic” ({own})" in drawn.legend
+    asked = Drawn(report, tmp_path / "p.png", monkeypatch, question="True or false?")
+    assert asked.title.startswith("True or false?\ntiny @ 1212")
+
+
+def test_the_vertical_axis_begins_under_all_that_is_drawn(dataset, report, tmp_path, monkeypatch):
+    assert 0.2 <= Drawn(report, tmp_path / "p.png", monkeypatch).bottom <= 0.3
+    many = {row: "abcdefgh"[number % 8] for number, row in enumerate(dataset.row_ids)}
+    low = probe_by_layer(dataset, many)
+    least = min(result.negative_control.low for result in low.results)
+    bottom = Drawn(low, tmp_path / "p.png", monkeypatch).bottom
+    assert 0 <= bottom <= least < 0.2
+
+
+def test_the_positive_control_has_its_own_chance(dataset):
+    topic = {row: "abcd"[number // 2 % 4] for number, row in enumerate(dataset.row_ids)}
+    found = probe_by_layer(dataset, positive_label=topic, sites=["embed"])
+    assert found.positive_chance == pytest.approx(0.25, abs=0.1)
+    assert found.to_json()["positive_chance"] == found.positive_chance
+    assert probe_by_layer(dataset, sites=["embed"]).positive_chance is None
+
+
 def test_several_kinds_and_no_positive_control_can_be_drawn(tmp_path):
     dataset = FakeDataset(("embed", "L0_attn_out", "L0_resid_post", "L1_attn_out", "final_norm"))
     report = probe_by_layer(dataset)

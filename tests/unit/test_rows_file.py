@@ -13,6 +13,7 @@ from wllm_ray.dataset.store import open_store
 from wllm_ray.errors import IntegrityError, InvalidInputError, NotFoundError
 from wllm_ray.job.rows_file import RowsFile
 from wllm_ray.rows import parse_rows, read_jsonl
+from wllm_ray.validation import unknown_field
 
 
 def write_rows(path: Path, rows) -> Path:
@@ -34,12 +35,19 @@ def problems_in_memory(data: bytes):
 
 @pytest.mark.requirement("L-6")
 @given(
-    st.lists(st.sampled_from(["a", "b", "c", "é", "bad", ""]) | st.text(max_size=3), max_size=40)
+    st.lists(
+        st.sampled_from(["a", "b", "c", "é", "bad", "", "malformed a", "malformed b"])
+        | st.text(max_size=3),
+        max_size=40,
+    )
 )
 def test_a_file_is_judged_as_the_same_rows_in_memory(tmp_path_factory, ids):
-    lines = [
-        b"nope" if one == "bad" else json.dumps({"id": one, "prompt": ""}).encode() for one in ids
-    ]
+    def line(one: str) -> bytes:
+        if one.startswith("malformed "):
+            return json.dumps({"id": one[-1], "prompt": 1}).encode()
+        return b"nope" if one == "bad" else json.dumps({"id": one, "prompt": ""}).encode()
+
+    lines = [line(one) for one in ids]
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     path.write_bytes(b"\n".join(lines))
     rows = RowsFile(path)
@@ -61,6 +69,32 @@ def test_many_repeated_ids_are_counted_and_the_first_are_listed(tmp_path):
     listed = [(one["line"], one["message"][-3:]) for one in caught.value.details["problems"]]
     assert listed[:2] == [(601, "e 1"), (602, "e 2")]
     assert len(listed) == 50
+
+
+@pytest.mark.requirement("L-6")
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_repeated_id_is_reported_in_the_same_round_as_what_else_is_wrong(tmp_path, in_memory):
+    bad, good = {"id": "a", "prompt": 1}, {"id": "a", "prompt": "x"}
+    path = write_rows(tmp_path / "rows.jsonl", [bad, good, {"id": "b", "promt": "x"}, bad])
+    with pytest.raises(InvalidInputError, match="4 malformed rows") as caught:
+        parse_rows(read_jsonl(io.BytesIO(path.read_bytes()))) if in_memory else RowsFile(
+            path
+        ).check()
+    assert [one["message"] for one in caught.value.details["problems"]] == [
+        "`prompt` must be a string",
+        "`id` was used before, on line 1",
+        unknown_field("promt", ["id", "prompt", "messages", "token_ids", "metadata"]),
+        "`prompt` must be a string; `id` was used before, on line 1",
+    ]
+
+
+def test_repeated_ids_that_vanish_before_they_are_listed_are_no_success(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"id": "a", "prompt": ""}] * 2)
+    reading = RowsFile(path)()
+    next(reading), next(reading)
+    path.write_text('{"id":"a","prompt":""}\n')
+    with pytest.raises(IntegrityError, match="had repeated ids"):
+        next(reading)
 
 
 def test_a_file_that_is_changed_while_it_is_read_is_found_out(tmp_path):

@@ -55,7 +55,7 @@ def test_what_is_no_site(text):
 @pytest.mark.parametrize(
     ("layer", "kind", "match"),
     [
-        (1, "other", "unknown site kind 'other'; the kinds are resid_pre"),
+        (1, "other", "unknown site kind 'other'; write for example resid_post"),
         (None, "resid_post", "needs a layer, found layer None"),
         (0, "embed", "carries no layer, found layer 0"),
         (-1, "resid_post", "zero-based block indices, found -1"),

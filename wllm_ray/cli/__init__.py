@@ -13,6 +13,7 @@ import typer
 
 from wllm_ray._version import __version__
 from wllm_ray.cli import activations, datasets, doctor, serve, wait_ready
+from wllm_ray.cli.reporting import EndsWithJson
 
 __all__ = ["app", "main"]
 
@@ -47,7 +48,7 @@ def _wllm(
     """
 
 
-app.command("activations")(activations.activations)
+app.command("activations", cls=EndsWithJson)(activations.activations)
 app.command("wait-ready")(wait_ready.wait_until_ready)
 app.command("doctor")(doctor.doctor)
 app.command("verify")(datasets.verify)

@@ -22,8 +22,7 @@ from wllm_ray.cli.options import (
     batch_size_of,
     selection_of,
 )
-from wllm_ray.cli.reporting import fail, reports_errors
-from wllm_ray.errors import WLLMError
+from wllm_ray.cli.reporting import ends_with_json
 
 if TYPE_CHECKING:
     from wllm_ray.cli.progress import ProgressBar
@@ -47,7 +46,7 @@ Timeout = Annotated[float, typer.Option(min=1, help="Seconds for one answer.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 
 
-@reports_errors
+@ends_with_json
 def activations(  # noqa: PLR0913 (one option per thing that can be asked)
     rows: Rows,
     *,
@@ -83,19 +82,16 @@ def activations(  # noqa: PLR0913 (one option per thing that can be asked)
         quiet=quiet,
     )
     asked = {"layers": layer, "site": site, "sites": hook_site, "position": position}
-    try:
-        code = asyncio.run(
-            run.capture(
-                model,
-                asked,
-                dataset_id=dataset_id,
-                rows_per_shard=rows_per_shard,
-                batch_size=batch_size_of(batch_size),
-                resume=resume,
-            )
+    code = asyncio.run(
+        run.capture(
+            model,
+            asked,
+            dataset_id=dataset_id,
+            rows_per_shard=rows_per_shard,
+            batch_size=batch_size_of(batch_size),
+            resume=resume,
         )
-    except WLLMError as error:
-        fail(error)
+    )
     raise typer.Exit(code)
 
 

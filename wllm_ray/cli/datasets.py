@@ -31,11 +31,12 @@ def verify(root: Root, dataset_id: DatasetId = None, *, as_json: AsJson = False)
             typer.echo(f"fault [{fault.code}] {fault.file}: {fault.message}")
         for note in report.notes:
             typer.echo(f"note: {note}")
-        state = f"{len(report.faults)} faults" if report.faults else "no fault"
-        typer.echo(f"{report.dataset_id}: {report.files} files, {report.bytes} bytes, {state}")
+        state = _counted(len(report.faults), "fault") if report.faults else "no fault"
+        files = _counted(report.files, "file")
+        typer.echo(f"{report.dataset_id}: {files}, {report.bytes} bytes, {state}")
     if not report.ok:
         if not as_json:
-            say("the dataset is not what was committed; restore it from a copy, or capture again")
+            say(report.advice)
         raise typer.Exit(FAILED)
 
 
@@ -53,28 +54,29 @@ def inspect(root: Root, dataset_id: DatasetId = None, *, as_json: AsJson = False
 
 def _located(root: str, dataset_id: str | None) -> tuple[str, str]:
     """Storage root and id; a dataset's own path says both."""
-    if dataset_id is not None:
-        return root, dataset_id
-    parent, _, name = root.rstrip("/").rpartition("/")
-    base, _, folder = parent.rpartition("/")
-    if folder != "datasets" or not name:
+    from wllm_ray.dataset.layout import split_dataset_path
+
+    found = split_dataset_path(root) if dataset_id is None else (root, dataset_id)
+    if found is None:
         raise InvalidInputError(
             f"expected ROOT DATASET_ID, or the path ROOT/datasets/DATASET_ID; found {root!a}",
             code="invalid_argument",
         )
-    return base or ".", name
+    return found
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _print_table(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    """Two columns. Lines are never broken: a digest is there to be copied or searched for."""
+    width = max(map(len, facts))
     for name, value in facts.items():
-        table.add_row(name, _shown(value))
-    Console().print(table, markup=False, highlight=False)
+        first, *more = _shown(value).split("\n")
+        typer.echo(f"{typer.style(name.ljust(width), bold=True)}  {first}")
+        for line in more:
+            typer.echo(f"{' ' * width}  {line}")
 
 
 def _shown(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,6 +27,14 @@ LocalFiles = Annotated[bool, typer.Option(help="The model must be here already."
 RuntimeMode = Annotated[str, typer.Option(help="What the application runs.")]
 CaptureMode = Annotated[str, typer.Option(help="When activations are taken.")]
 DashboardUrl = Annotated[str, typer.Option(help="Ray's dashboard.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="serve_config.yaml: check the args of its applications as well (in a checkout).",
+    ),
+]
 
 
 @reports_errors
@@ -40,6 +49,7 @@ def doctor(  # noqa: PLR0913 (the application's own settings)
     runtime_mode: RuntimeMode = "activations",
     capture_mode: CaptureMode = "replay",
     dashboard_url: DashboardUrl = LOCAL_DASHBOARD,
+    config: Config = None,
     as_json: AsJson = False,
 ) -> None:
     """Check versions, device, memory, model files, storage and Ray with the given settings.
@@ -60,6 +70,7 @@ def doctor(  # noqa: PLR0913 (the application's own settings)
             runtime_mode=runtime_mode,
             capture_mode=capture_mode,
             dashboard_url=dashboard_url,
+            config=config,
         )
     )
     failed = [check for check in checks if check.status == "fail"]

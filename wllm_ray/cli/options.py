@@ -40,7 +40,7 @@ Layers = Annotated[
 SiteKind = Annotated[str, typer.Option(help="Site kind for --layer; `block` is resid_post.")]
 Sites = Annotated[
     list[str] | None,
-    typer.Option("--hook-site", "--sites", help="Further sites by name: `L12_mlp_out`."),
+    typer.Option("--hook-site", "--sites", help="Further sites by name: `L12_resid_post`."),
 ]
 Position = Annotated[str, typer.Option(help="Which token of a row.")]
 BatchSize = Annotated[str, typer.Option(help="Rows per request, or `auto`.")]
@@ -69,8 +69,14 @@ def selection_of(
     """
     from wllm_ray.requests import select
 
-    numbers = _layers(layers, served.num_layers)
-    return select(served, layers=numbers, site=site, sites=_split(sites), position=position)
+    numbers, names = _layers(layers, served.num_layers), _split(sites)
+    if not numbers and not names:
+        raise InvalidInputError(
+            "no hook site asked for; give --layer (`--layer 12`, `--layer all`) or --hook-site "
+            "(`--hook-site L12_resid_post`)",
+            code="invalid_site",
+        )
+    return select(served, layers=numbers, site=site, sites=names, position=position)
 
 
 def batch_size_of(text: str) -> int | Literal["auto"]:

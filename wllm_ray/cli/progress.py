@@ -38,10 +38,13 @@ class ProgressBar(RowCount):
             disable=quiet,
         )
         self._task = self._bar.add_task("checking the input", total=None)
+        # Only a bar that has counted rows stays on the screen.
+        self._bar.live.transient = True
 
     def planned(self, spec: DatasetSpec, receipts: Mapping[int, Receipt]) -> None:
         """Show the total, and what was written before."""
         super().planned(spec, receipts)
+        self._bar.live.transient = False
         self._bar.update(self._task, description="rows", total=self.total, completed=self.done)
 
     def captured(self, chunk: Chunk) -> None:

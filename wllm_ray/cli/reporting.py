@@ -10,24 +10,31 @@ from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
-from wllm_ray.errors import WLLMError
+from wllm_ray.errors import InvalidInputError, WLLMError
 
 __all__ = [
     "DONE",
     "FAILED",
     "INTERRUPTED",
     "ROWS_FAILED",
+    "EndsWithJson",
+    "ends_with_json",
     "fail",
     "print_json",
     "reports_errors",
     "say",
 ]
 
+# Typer carries its own copy of click, whose names are not public.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
 DONE, ROWS_FAILED, FAILED, INTERRUPTED = 0, 1, 2, 130
+ADVICE = {"unauthorized": "set WLLM_API_KEY to the application's key"}
 
 
 def say(text: str) -> None:
@@ -43,27 +50,56 @@ def print_json(value: dict[str, Any]) -> None:
 def fail(error: WLLMError) -> NoReturn:
     """End a command whose last line on stdout is always JSON."""
     _say_error(error)
-    print_json({"status": "error", "exit_code": FAILED, **error.to_json()})
+    print_json(_failure(error))
     raise typer.Exit(FAILED) from None
+
+
+def _failure(error: WLLMError) -> dict[str, Any]:
+    return {"status": "error", "exit_code": FAILED, **error.to_json()}
+
+
+class EndsWithJson(TyperCommand):
+    """A command whose last line on stdout is JSON also where its options cannot be read."""
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Read the options."""
+        try:
+            return super().make_context(*args, **options)
+        except _UsageError as error:
+            message = getattr(error, "format_message", error.__str__)()
+            print_json(_failure(InvalidInputError(message, code="invalid_argument")))
+            raise
 
 
 def reports_errors(command: Callable[P, Result]) -> Callable[P, Result]:
     """Turn exceptions of a command into messages and exit codes."""
+    return _reporting(command, lambda _end: None)
 
+
+def ends_with_json(command: Callable[P, Result]) -> Callable[P, Result]:
+    """As :func:`reports_errors`, for a command whose last line on stdout is always JSON."""
+    return _reporting(command, print_json)
+
+
+def _reporting(
+    command: Callable[P, Result], tell: Callable[[dict[str, Any]], None]
+) -> Callable[P, Result]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
         try:
             return command(*args, **kwargs)
         except WLLMError as error:
             _say_error(error)
+            tell(_failure(error))
             raise typer.Exit(FAILED) from None
         except KeyboardInterrupt:
             say("interrupted; what is written stays, and running again goes on from there")
+            tell({"status": "interrupted", "exit_code": INTERRUPTED})
             raise typer.Exit(INTERRUPTED) from None
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except Exception as error:  # noqa: BLE001 (the last border of the process)
-            _say_unexpected(error)
+            tell(_failure(_say_unexpected(error)))
             raise typer.Exit(FAILED) from None
 
     return run
@@ -79,6 +115,8 @@ def _say_error(error: WLLMError) -> None:
         lines += [f"  line {one['line']}: {one['message']}" for one in problems]
         if (more := error.details["count"] - len(problems)) > 0:
             lines.append(f"  and {more} more")
+    if advice := ADVICE.get(error.code):
+        lines.append(f"  {advice}")
     say("\n".join(lines))
 
 
@@ -86,11 +124,13 @@ def _line_problems(error: WLLMError) -> list[dict[str, Any]]:
     return error.details.get("problems", []) if error.code == "invalid_rows" else []
 
 
-def _say_unexpected(error: Exception) -> None:
+def _say_unexpected(error: Exception) -> WLLMError:
     """Type and place only: the text of a foreign exception may quote a prompt."""
     frames = "".join(traceback.format_tb(error.__traceback__))
     sys.stderr.write(frames)
-    say(
-        f"error [internal_error]: an unexpected {type(error).__name__}; this is a fault of wllm, "
-        f"please report it with the lines above"
+    found = WLLMError(
+        f"an unexpected {type(error).__name__}; this is a fault of wllm, please report it with "
+        f"the lines above"
     )
+    _say_error(found)
+    return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,7 +21,10 @@ DashboardUrl = Annotated[
 ]
 DashboardToken = Annotated[
     str | None,
-    typer.Option(envvar="RAY_AUTH_TOKEN", help="Where the cluster asks for a token."),
+    typer.Option(
+        help="Where the cluster asks for a token. Default: as Ray does, RAY_AUTH_TOKEN, the file "
+        "that RAY_AUTH_TOKEN_PATH names, or ~/.ray/auth_token."
+    ),
 ]
 
 
@@ -33,8 +38,12 @@ def wait_until_ready(
 ) -> None:
     """Wait until at least one replica has passed its self-test.
 
-    Ends early, with Ray's own message, when the application has failed to start.
+    Says on stderr what it sees, whenever that changes. Ends early, with Ray's own message, when
+    the application has failed to start.
     """
+    from wllm_ray.client.ray_token import ray_token
+
+    dashboard_token = dashboard_token or ray_token(os.environ, Path.home())
     asyncio.run(_wait(base_url, timeout, dashboard_url, dashboard_token))
     say(f"{base_url} is ready")
 
@@ -49,7 +58,12 @@ async def _wait(base_url: str, timeout_s: float, dashboard_url: str, token: str 
     board = Connection(dashboard_url, api_key=token, timeout_s=5.0)
     try:
         prefix = URL(base_url).path.rstrip("/") or "/"
-        await wait_ready(connection, timeout_s, Dashboard(board, prefix))
+        await wait_ready(
+            connection,
+            timeout_s,
+            Dashboard(board, prefix),
+            on_change=lambda seen: say(f"waiting: {seen}"),
+        )
     finally:
         await connection.close()
         await board.close()

@@ -12,7 +12,7 @@ from obstore.store import MemoryStore
 
 from wllm_ray.answers import rows_failed
 from wllm_ray.client.connection import Connection
-from wllm_ray.client.inputs import Input, input_rows
+from wllm_ray.client.inputs import Input, as_list, input_rows
 from wllm_ray.client.job import run_over_http
 from wllm_ray.client.ready import wait_ready
 from wllm_ray.client.remote import Remote, check_answer
@@ -101,9 +101,9 @@ class AsyncWLLMClient:
         row_ids: Iterable[str] | None = None,
         metadata: Iterable[Mapping[str, Any]] | None = None,
         *,
-        layers: Sequence[int] | None = None,
+        layers: int | Sequence[int] | None = None,
         site: str = "block",
-        sites: Sequence[str] | None = None,
+        sites: str | Sequence[str] | None = None,
         position: str = "last_prompt",
         batch_size: int | Literal["auto"] = "auto",
         persist: bool = False,
@@ -114,11 +114,13 @@ class AsyncWLLMClient:
         Args:
             model: The served model's name.
             inputs: Each a string, a list of messages, or token ids (a list or integer array).
+                Or rows as in a file, ``{"id": …, "prompt": …, "metadata": …}``, which carry their
+                own ids and metadata.
             row_ids: One id per input; default ``row-000000`` and so on.
             metadata: One JSON-like mapping per input.
-            layers: Zero-based decoder blocks that ``site`` applies to.
+            layers: Zero-based decoder blocks that ``site`` applies to, or one of them.
             site: The site kind for ``layers``; ``block`` is ``resid_post``.
-            sites: Further hook sites by name, for example ``L12_mlp_out``.
+            sites: Further hook sites by name, for example ``L12_resid_post``, or one of them.
             position: Which token of each input.
             batch_size: Rows per chunk.
             persist: Have the application commit the dataset to its storage root, and load it from
@@ -141,7 +143,13 @@ class AsyncWLLMClient:
             )
         rows = await asyncio.to_thread(input_rows, inputs, row_ids, metadata)
         card = await self._connection.model(model)
-        selection = select(card, layers=layers, site=site, sites=sites, position=position)
+        selection = select(
+            card,
+            layers=as_list("layers", int, layers),
+            site=site,
+            sites=as_list("sites", str, sites),
+            position=position,
+        )
         if persist:
             return await self._persisted(card, selection, rows, batch_size, dataset_id)
         schema = await self._connection.get("/v1/extraction-schema", ExtractionSchema)

@@ -123,8 +123,8 @@ def _translate(error: Exception, address: str) -> WLLMError:
             code="deadline_exceeded",
         )
     return UnavailableError(
-        f"no answer from {address} ({name}); is the application running there? "
-        f"`wllm wait-ready` says what it is doing",
+        f"no answer from {address} ({name}); is the application running there? While it starts, "
+        f"`wllm wait-ready` says how far it is",
         code="server_unreachable",
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +14,16 @@ from wllm_ray.errors import InvalidInputError
 from wllm_ray.records import InputRow
 from wllm_ray.rows import parse_objects
 
-__all__ = ["Input", "input_rows"]
+__all__ = ["Input", "as_list", "input_rows"]
 
-Input: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | NDArray[np.integer[Any]]
+Input: TypeAlias = (
+    str
+    | Sequence[Mapping[str, Any]]
+    | Sequence[int]
+    | NDArray[np.integer[Any]]
+    | Mapping[str, Any]  # a row as in a file
+)
+Item = TypeVar("Item", int, str)
 
 
 def input_rows(
@@ -26,7 +34,8 @@ def input_rows(
     """Make rows of prompts, conversations and token ids.
 
     Args:
-        inputs: Each a string, a list of messages, or token ids (a list or an integer array).
+        inputs: Each a string, a list of messages, or token ids (a list or an integer array); or
+            all of them rows as in a file, with ids and metadata of their own.
         row_ids: One id per input; default ``row-000000`` and so on.
         metadata: One mapping per input.
 
@@ -39,7 +48,10 @@ def input_rows(
             f"`inputs` is a list of inputs, found one {type(inputs).__name__}; put it into a list",
             code="invalid_argument",
         )
-    contents = [_content(number, value) for number, value in enumerate(inputs)]
+    values = list(inputs)
+    if any(isinstance(value, Mapping) for value in values):
+        return _whole_rows(values, has_more=row_ids is not None or metadata is not None)
+    contents = [_content(number, value) for number, value in enumerate(values)]
     ids = _per_input("row_ids", row_ids, len(contents))
     ids = ids or [f"row-{number:06d}" for number in range(len(contents))]
     extra = _per_input("metadata", metadata, len(contents)) or [{}] * len(contents)
@@ -47,6 +59,60 @@ def input_rows(
         {"id": row_id, "metadata": _plain("metadata", number, value), **content}
         for number, (row_id, value, content) in enumerate(zip(ids, extra, contents, strict=True))
     )
+
+
+def as_list(name: str, kind: type[Item], value: Any) -> list[Item] | None:
+    """A list of layers or sites; one alone is a list of one.
+
+    Raises:
+        InvalidInputError: Something else.
+    """
+    if value is None:
+        return None
+    one = isinstance(value, (str, int, np.integer))
+    try:
+        items = [value] if one else list(value)
+        return [_item(kind, item) for item in items]
+    except TypeError:
+        raise InvalidInputError(
+            f"`{name}` is a list of {kind.__name__}, or one {kind.__name__}; found {value!a:.80}",
+            code="invalid_argument",
+        ) from None
+
+
+def _item(kind: type[Item], value: Any) -> Item:
+    if kind is int and not isinstance(value, bool):
+        return kind(operator.index(value))
+    if isinstance(value, kind) and not isinstance(value, bool):
+        return value
+    raise TypeError
+
+
+def _whole_rows(values: list[Any], *, has_more: bool) -> list[InputRow]:
+    if has_more:
+        raise InvalidInputError(
+            "inputs that are rows, {'id': …, 'prompt': …, 'metadata': …}, carry their own ids and "
+            "metadata; leave out row_ids and metadata, or pass bare prompts",
+            code="invalid_argument",
+        )
+    for number, value in enumerate(values):
+        if not isinstance(value, Mapping):
+            raise InvalidInputError(
+                f"input {number}: expected a row like those beside it, {{'id': …, 'prompt': …}}, "
+                f"found {type(value).__name__}; pass rows only, or none",
+                code="invalid_argument",
+            )
+    return parse_objects(_row(number, value) for number, value in enumerate(values))
+
+
+def _row(number: int, value: Mapping[str, Any]) -> dict[str, Any]:
+    row = dict(value)
+    for name in ("messages", "metadata"):
+        if name in row:
+            row[name] = _plain(name, number, row[name])
+    if isinstance(row.get("token_ids"), (tuple, list, np.ndarray)):
+        row |= {"token_ids": None} | _content(number, row["token_ids"])
+    return row
 
 
 def _per_input(name: str, values: Iterable[Any] | None, count: int) -> list[Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -166,11 +167,16 @@ class DatasetFiles:
 def _mapped(path: os.PathLike[str]) -> NDArray[np.uint8] | None:
     """Map a file; the path has no link left in it, and one put there meanwhile is refused."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        # Without O_NONBLOCK, opening a pipe would wait for a writer for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        return None
     with os.fdopen(descriptor, "rb") as file:
-        if not os.fstat(descriptor).st_size:
+        if not found.st_size:
             return np.empty(0, np.uint8)
         mapped: Any = np.memmap(file, np.uint8, mode="r")
     return np.asarray(mapped)

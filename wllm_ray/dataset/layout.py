@@ -23,6 +23,7 @@ __all__ = [
     "receipt_key",
     "receipt_shard",
     "spec_key",
+    "split_dataset_path",
 ]
 
 DATASETS = "datasets"
@@ -68,6 +69,15 @@ def folder(dataset_id: str) -> str:
     """Key of the dataset's own folder, without a slash at the end."""
     check_dataset_id(dataset_id)
     return f"{DATASETS}/{dataset_id}"
+
+
+def split_dataset_path(path: str) -> tuple[str, str] | None:
+    """Storage root and dataset id of ``ROOT/datasets/DATASET_ID``; None for any other path."""
+    parent, _, dataset_id = path.rstrip("/").rpartition("/")
+    base, slash, datasets = parent.rpartition("/")
+    if datasets != DATASETS or not dataset_id:
+        return None
+    return base or slash or ".", dataset_id
 
 
 def spec_key(dataset_id: str) -> str:

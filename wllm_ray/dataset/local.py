@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import socket
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,6 +48,11 @@ class LocalStore:
         # Looking first leaves the folder as it was where a finished job is run again; the link
         # decides between writers.
         created = not (mode == "create" and path.exists()) and self._write(path, buffers, mode)
+        if not created and not path.is_file():
+            raise StorageError(
+                f"could not write {key} under the storage root {self.uri}: something that is no "
+                "file stands there; move it away and run again"
+            )
         if not created and path.read_bytes() != b"".join(buffers):
             raise AlreadyExistsError(
                 f"{key} exists already under {self.uri} with other bytes; it was left as it is"
@@ -54,7 +60,7 @@ class LocalStore:
         return created
 
     def _write(self, path: Path, buffers: list[memoryview], mode: PutMode) -> bool:
-        with _storage_errors("write", path.name), _temporary(path.parent) as temporary:
+        with _storage_errors("write", path.name, self.uri), _temporary(path.parent) as temporary:
             _write(temporary, buffers)
             created = True
             if mode == "create":
@@ -68,7 +74,7 @@ class LocalStore:
         """Write one object under its content name; see :meth:`.store.Store.put_content`."""
         parent = self._writable_path(prefix + suffix).parent
         buffers = _buffers(data)
-        with _storage_errors("write", prefix), _temporary(parent) as temporary:
+        with _storage_errors("write", prefix, self.uri), _temporary(parent) as temporary:
             # Both release the interpreter lock, so together they take as long as the slower one.
             with ThreadPoolExecutor(1) as pool:
                 hashing = pool.submit(_sha256, buffers)
@@ -82,37 +88,38 @@ class LocalStore:
 
     def get(self, key: str) -> bytes:
         """Read one object; see :meth:`.store.Store.get`."""
-        with self.open(key) as stream, _storage_errors("read", key):
+        with self.open(key) as stream, _storage_errors("read", key, self.uri):
             return stream.read()
 
     def open(self, key: str) -> BinaryIO:
         """One object as a stream; see :meth:`.store.Store.open`."""
         path = self._path(key)
-        with _storage_errors("read", key):
-            try:
-                return path.open("rb")
-            except (FileNotFoundError, NotADirectoryError):
-                pass
+        with _storage_errors("read", key, self.uri):
+            if path.is_file():
+                with contextlib.suppress(FileNotFoundError):  # it has just gone
+                    return path.open("rb")
         raise NotFoundError(f"no {key} under {self.uri}", code="object_not_found")
 
     def size(self, key: str) -> int | None:
         """Bytes of one object, or None; see :meth:`.store.Store.size`."""
         path = self._path(key)
-        with _storage_errors("read", key):
+        with _storage_errors("read", key, self.uri):
             try:
-                return path.stat().st_size
+                found = path.stat()
             except (FileNotFoundError, NotADirectoryError):
                 return None
+            # Objects are regular files; opening a pipe would wait for a writer for ever.
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def list(self, prefix: str) -> list[tuple[str, int]]:
         """(key, bytes) of every file below a folder; see :meth:`.store.Store.list`."""
-        with _storage_errors("list", prefix):
+        with _storage_errors("list", prefix, self.uri):
             return sorted(self._walk(prefix))
 
     def delete(self, key: str) -> None:
         """Remove one object; see :meth:`.store.Store.delete`."""
         path = self._path(key)
-        with _storage_errors("delete", key):
+        with _storage_errors("delete", key, self.uri):
             path.unlink(missing_ok=True)
 
     def local_path(self, key: str) -> Path | None:
@@ -137,7 +144,7 @@ class LocalStore:
 
     def _writable_path(self, key: str) -> Path:
         path = self._path(key)
-        with _storage_errors("create the folder of", key):
+        with _storage_errors("create the folder of", key, self.uri):
             _make_folders(path.parent)
         return path
 
@@ -158,7 +165,7 @@ class LocalStore:
 
 
 @contextlib.contextmanager
-def _storage_errors(verb: str, key: str) -> Iterator[None]:
+def _storage_errors(verb: str, key: str, root: str) -> Iterator[None]:
     try:
         yield
     except StorageError:
@@ -166,8 +173,8 @@ def _storage_errors(verb: str, key: str) -> Iterator[None]:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else type(error).__name__
         raise StorageError(
-            f"could not {verb} {key}: {reason}; nothing half-written was left. "
-            f"Check space and permissions of the storage root and run again"
+            f"could not {verb} {key} under the storage root {root}: {reason}; nothing half-written "
+            f"was left. Check its space and permissions, and run again"
         ) from error
 
 

@@ -2,13 +2,14 @@
 
 ::
 
-    dataset = load_dataset("root", "my-dataset")
+    dataset = load_dataset("root", "my-dataset")  # or its folder, "root/datasets/my-dataset"
     dataset.features      # [N, D] float32, memory-mapped
     dataset.row_ids[0], dataset.metadata[0], dataset.token_ids[0]
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from wllm_ray.dataset import verify as verification
 from wllm_ray.dataset.batches import Batch, iter_batches
 from wllm_ray.dataset.files import DatasetFiles, Verify, open_manifest
+from wllm_ray.dataset.layout import split_dataset_path
 from wllm_ray.dataset.manifest import Manifest
 from wllm_ray.dataset.rowtable import good_rows, token_arrays
 from wllm_ray.dataset.shard import read_failure
@@ -28,7 +30,7 @@ from wllm_ray.dataset.table import features_table
 from wllm_ray.digest import parse_json
 from wllm_ray.errors import IntegrityError, InvalidInputError
 from wllm_ray.records import RowFailure
-from wllm_ray.sites import parse_site
+from wllm_ray.sites import HookSite, parse_site
 
 if TYPE_CHECKING:
     import torch
@@ -51,13 +53,14 @@ class _GoodRow(NamedTuple):
 
 
 def load_dataset(
-    root_or_uri: Root, dataset_id: str, *, verify: Verify = "lazy"
+    root_or_uri: Root, dataset_id: str | None = None, *, verify: Verify = "lazy"
 ) -> ActivationDataset:
     """Open a committed dataset; touches no feature byte unless ``verify="full"``.
 
     Args:
         root_or_uri: The storage root: a local path, ``s3://…``, ``gs://…``, ``az://…``,
-            ``memory://…``, or an open store.
+            ``memory://…``, or an open store. Alone, a dataset's own folder or address,
+            ``ROOT/datasets/DATASET_ID``.
         dataset_id: The dataset's id.
         verify: ``lazy`` checks manifest, names and sizes now, and a shard's digest and finiteness
             once, at first access; ``full`` checks everything now; ``off`` skips digests and
@@ -72,12 +75,28 @@ def load_dataset(
         raise InvalidInputError(
             f"verify is 'lazy', 'full' or 'off', found {verify!r}", code="invalid_argument"
         )
-    store = open_store(root_or_uri)
+    root, dataset_id = _located(root_or_uri, dataset_id)
+    store = open_store(root)
     files = DatasetFiles(store, open_manifest(store, dataset_id), verify)
     files.check_sizes()
     if verify == "full":
         verification.verify_files(files).raise_first()
     return ActivationDataset(files)
+
+
+def _located(root: Root, dataset_id: str | None) -> tuple[Root, str]:
+    if dataset_id is not None:
+        return root, dataset_id
+    is_path = isinstance(root, (str, os.PathLike))
+    given = os.fspath(root) if isinstance(root, (str, os.PathLike)) else root.uri
+    found = split_dataset_path(given) if is_path else None
+    if found is None:
+        raise InvalidInputError(
+            f"expected load_dataset(ROOT, DATASET_ID), or the path ROOT/datasets/DATASET_ID alone; "
+            f"found {given!a} alone",
+            code="invalid_argument",
+        )
+    return found
 
 
 class ActivationDataset:
@@ -125,14 +144,14 @@ class ActivationDataset:
             return self._files.features(0)
         return _read_only(self._gather(slice(None)))
 
-    def site(self, name: str) -> NDArray[np.float32]:
+    def site(self, name: HookSite | str) -> NDArray[np.float32]:
         """One site's [N, D] float32, by any accepted spelling of its name.
 
         Raises:
-            InvalidInputError: The dataset does not have this site (``invalid_site``).
+            InvalidInputError: Not a site, or not one of this dataset (``invalid_site``).
             IntegrityError: A shard is damaged.
         """
-        wanted = str(parse_site(name))
+        wanted = self._site_name(name)
         if wanted not in self.manifest.sites:
             raise InvalidInputError(
                 f"dataset {self.manifest.dataset_id!r} does not have site {wanted}; it has "
@@ -206,10 +225,20 @@ class ActivationDataset:
     def select(self, row_ids: Sequence[str]) -> Batch:
         """The feature rows of these rows, in this order, with the id that each belongs to.
 
+        What comes back is a :class:`.batches.Batch`, as from :meth:`iter_batches`: ``row_ids`` and
+        a copy of the ``features``, not a smaller dataset.
+
         Raises:
-            InvalidInputError: An id that is not a good row's (``invalid_argument``).
+            InvalidInputError: An id that is not a good row's, or one id instead of a list of them
+                (``invalid_argument``).
             IntegrityError: A shard is damaged.
         """
+        if isinstance(row_ids, (str, bytes)):
+            raise InvalidInputError(
+                f"select takes a list of row ids, found {row_ids!a}; write "
+                f"dataset.select([{row_ids!a}])",
+                code="invalid_argument",
+            )
         rows = [self._position(row_id) for row_id in row_ids]
         spans = [(int(self.offsets[row]), int(self.offsets[row + 1])) for row in rows]
         picked = [np.arange(start, stop) for start, stop in spans]
@@ -265,6 +294,24 @@ class ActivationDataset:
         if len(index) != len(self.row_ids):
             raise IntegrityError("a row id occurs twice in the dataset", code="rows_inconsistent")
         return index
+
+    def _site_name(self, name: HookSite | str) -> str:
+        """The canonical name of a site; what is none is refused with what could be written."""
+        has = f"dataset {self.manifest.dataset_id!r} has {', '.join(self.manifest.sites)}"
+        if isinstance(name, HookSite):
+            return str(name)
+        if isinstance(name, str):
+            try:
+                return str(parse_site(name))
+            except InvalidInputError as error:
+                raise InvalidInputError(f"{error.message}; {has}", code=error.code) from None
+        of_layer = [one for one in self.manifest.sites if one.startswith(f"L{name}_")]
+        example = (of_layer or self.manifest.sites)[0]
+        raise InvalidInputError(
+            f"a hook site is a name or a HookSite, found {name!r}; write for example "
+            f"{example!r}; {has}",
+            code="invalid_site",
+        )
 
     def _column(self, name: str) -> list[Any]:
         return [value for batch in self._good for value in batch.column(name).to_pylist()]

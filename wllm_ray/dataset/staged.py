@@ -1,7 +1,7 @@
 """What is staged under a dataset id so far: the spec, the receipts, and the files they name.
 
 Resuming is set arithmetic over :func:`staged_shards`: planned minus proven. Once the manifest is
-there nothing is planned any more: what is not as the manifest says is damage, never work to be done.
+there nothing is planned any more: what is not as it says is damage, never work to be done.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from wllm_ray.errors import IntegrityError, NotFoundError
 __all__ = [
     "check_file",
     "committed_receipts",
+    "expect_committed_spec",
     "expect_not_lost",
     "expect_size",
     "load_spec",
@@ -152,7 +153,7 @@ def committed_receipts(store: Store, spec: DatasetSpec, manifest: Manifest) -> d
         IntegrityError: The spec or a receipt is another one (``digest_mismatch``), or a receipt
             is missing (``file_missing``).
     """
-    _expect_recorded(store, spec_key(spec.dataset_id), spec_digest(spec), manifest.spec_sha256)
+    expect_committed_spec(store, spec, manifest)
     found = {}
     for shard in manifest.shards:
         key = receipt_key(spec.dataset_id, shard.shard)
@@ -163,6 +164,15 @@ def committed_receipts(store: Store, spec: DatasetSpec, manifest: Manifest) -> d
         _expect_recorded(store, key, sha256_hex(data), shard.receipt_sha256)
         found[shard.shard] = _named(key, store, spec, shard.shard)
     return found
+
+
+def expect_committed_spec(store: Store, spec: DatasetSpec, manifest: Manifest) -> None:
+    """Compare the stored spec of a committed dataset with its manifest.
+
+    Raises:
+        IntegrityError: ``digest_mismatch``.
+    """
+    _expect_recorded(store, spec_key(spec.dataset_id), spec_digest(spec), manifest.spec_sha256)
 
 
 def expect_not_lost(store: Store, key: str, dataset_id: str) -> None:

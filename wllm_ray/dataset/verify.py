@@ -26,6 +26,11 @@ from wllm_ray.errors import IntegrityError, NotFoundError, WLLMError
 
 __all__ = ["Fault", "VerifyReport", "inspect_dataset", "verify_dataset", "verify_files"]
 
+_RESTORE = (
+    "the dataset is not what was committed; restore it from a copy, or capture it again under "
+    "another dataset id"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -46,6 +51,7 @@ class VerifyReport:
         notes: What is no fault: files that no record names.
         files: How many files were checked.
         bytes: Their sizes together.
+        advice: What to do about the faults, if there are any.
     """
 
     dataset_id: str
@@ -53,6 +59,7 @@ class VerifyReport:
     notes: tuple[str, ...]
     files: int
     bytes: int
+    advice: str = _RESTORE
 
     @property
     def ok(self) -> bool:
@@ -113,8 +120,20 @@ def verify_dataset(root: Root, dataset_id: str) -> VerifyReport:
         manifest = open_manifest(store, dataset_id)
     except IntegrityError as error:
         fault = Fault(error.code, MANIFEST_NAME, error.message)
-        return VerifyReport(dataset_id, (fault,), (), 1, 0)
+        advice = _advice(dataset_id, error)
+        return VerifyReport(dataset_id, (fault,), (), files=1, bytes=0, advice=advice)
     return verify_files(DatasetFiles(store, manifest, "lazy"))
+
+
+def _advice(dataset_id: str, error: IntegrityError) -> str:
+    """A folder that was renamed holds nothing that is damaged."""
+    own = error.details.get("manifest_dataset_id")
+    if own is None:
+        return _RESTORE
+    return (
+        f"the folder is called {dataset_id!r}, but its manifest is that of {own!r}: rename "
+        f"{folder(dataset_id)} back to {folder(own)} and verify that"
+    )
 
 
 def verify_files(files: DatasetFiles) -> VerifyReport:

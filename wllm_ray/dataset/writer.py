@@ -44,6 +44,7 @@ from wllm_ray.dataset.shard import (
 from wllm_ray.dataset.staged import (
     check_file,
     committed_receipts,
+    expect_committed_spec,
     expect_not_lost,
     expect_size,
     load_spec,
@@ -116,7 +117,7 @@ def create_spec(store: Store, spec: DatasetSpec, *, rows_of: RowsOf | None = Non
     except AlreadyExistsError:
         existing = load_spec(store, spec.dataset_id)
     if manifest := standing_manifest(store, spec.dataset_id):
-        committed_receipts(store, existing, manifest)
+        expect_committed_spec(store, existing, manifest)
     raise conflict(store, existing, spec, rows_of)
 
 

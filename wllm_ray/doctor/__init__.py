@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator
 from wllm_ray.doctor.check import Check, Settings, check_settings
 from wllm_ray.doctor.machine import check_device, check_storage
 from wllm_ray.doctor.model import check_model
-from wllm_ray.doctor.software import check_python, check_ray, check_torch, check_vllm
+from wllm_ray.doctor.software import (
+    check_config,
+    check_python,
+    check_ray,
+    check_torch,
+    check_vllm,
+)
 
 __all__ = ["Check", "Settings", "run_checks"]
 
@@ -22,6 +28,7 @@ CHECKS: tuple[Callable[[Settings], Iterator[Check]], ...] = (
     check_torch,
     check_device,
     check_settings,
+    check_config,
     check_model,
     check_storage,
     check_ray,

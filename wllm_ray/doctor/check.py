@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 __all__ = ["GIB", "Check", "Settings", "check_settings"]
@@ -39,6 +40,7 @@ class Settings:
     runtime_mode: str = "activations"
     capture_mode: str = "replay"
     dashboard_url: str = "http://127.0.0.1:8265"
+    config: Path | None = None
 
 
 def check_settings(settings: Settings) -> Iterator[Check]:

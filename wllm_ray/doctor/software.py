@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import importlib.util
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from wllm_ray._version import __version__
 from wllm_ray.doctor.check import Check, Settings
-from wllm_ray.errors import WLLMError
+from wllm_ray.errors import UnauthorizedError, UnavailableError, WLLMError
 
-__all__ = ["check_python", "check_ray", "check_torch", "check_vllm", "version_of"]
+__all__ = ["check_config", "check_python", "check_ray", "check_torch", "check_vllm", "version_of"]
 
 LIBRARIES = ("numpy", "pyarrow", "pydantic", "obstore", "httpx")
 # Text models need none of them, and PyPI's builds do not fit the CPU build of torch.
@@ -78,6 +81,23 @@ def check_torch(_settings: Settings) -> Iterator[Check]:
         yield Check("torch", "ok", found)
 
 
+def check_config(settings: Settings) -> Iterator[Check]:
+    """Whether the applications of a config file take their arguments."""
+    if settings.config is None:
+        return
+    if not Path("deployments/check.py").is_file():
+        advice = "run this in a checkout of wllm_ray; the installed package holds the library only"
+        yield Check("config", "warn", f"{settings.config} was not checked", advice)
+        return
+    command = [sys.executable, "-m", "deployments.check", str(settings.config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 (our own module)
+    if done.returncode:
+        problems = "; ".join((done.stdout.strip() or done.stderr.strip()).splitlines())
+        yield Check("config", "fail", problems, f"mend it in {settings.config}")
+    else:
+        yield Check("config", "ok", f"{settings.config}: every application's args are understood")
+
+
 def check_ray(settings: Settings) -> Iterator[Check]:
     """Whether Ray is installed, and whether a cluster answers."""
     if importlib.util.find_spec("ray") is None:
@@ -85,26 +105,30 @@ def check_ray(settings: Settings) -> Iterator[Check]:
         yield Check("ray", "warn", "not installed", advice)
         return
     yield Check("ray", "ok", f"ray {version_of('ray') or 'of unknown version'}")
-    state = asyncio.run(_dashboard(settings.dashboard_url))
-    if state is None:
-        advice = "`wllm serve` or `serve run` starts one; with another address, --dashboard-url"
-        yield Check("ray cluster", "warn", f"no answer at {settings.dashboard_url}", advice)
-    else:
-        yield Check("ray cluster", "ok", f"{settings.dashboard_url}: {state}")
+    yield asyncio.run(_dashboard(settings.dashboard_url))
 
 
-async def _dashboard(url: str) -> str | None:
-    """What the dashboard says, or None where nobody answers."""
+async def _dashboard(url: str) -> Check:
+    """Whether a cluster's dashboard answers, and takes the token that Ray would send."""
     from wllm_ray.client.connection import Connection
-    from wllm_ray.errors import UnavailableError
+    from wllm_ray.client.ray_token import HOW_TO_AUTHENTICATE, ray_token, why_refused
 
-    connection = Connection(url, timeout_s=5.0)
+    name = "ray cluster"
+    try:
+        token = ray_token(os.environ, Path.home())
+        connection = Connection(url, api_key=token, timeout_s=5.0)
+    except WLLMError as error:
+        return Check(name, "warn", error.message, "mend the setting, and run this again")
     try:
         await connection.once("GET", "/api/version")
     except UnavailableError:
-        return None
+        advice = "`wllm serve` or `serve run` starts one; with another address, --dashboard-url"
+        return Check(name, "warn", f"no answer at {url}", advice)
+    except UnauthorizedError as error:
+        return Check(name, "warn", f"{url} {why_refused(error)}", HOW_TO_AUTHENTICATE)
     except WLLMError as error:
-        return f"answers, but refuses ({error.code})"
+        advice = "give the address of Ray's dashboard with --dashboard-url"
+        return Check(name, "warn", f"{url} is no dashboard of Ray ({error.code})", advice)
     finally:
         await connection.close()
-    return "answers"
+    return Check(name, "ok", f"{url}: answers")

@@ -33,6 +33,8 @@ __all__ = [
 Result = TypeVar("Result")
 
 OPEN_PATHS = ("/livez", "/readyz")
+NO_KEY = "this application needs an API key, and none was sent; send `Authorization: Bearer …`"
+WRONG_KEY = "the API key that was sent is not the one of this application"
 # What servers log for a request whose client left; it has no name in HTTP.
 CLIENT_GONE = 499
 
@@ -84,12 +86,10 @@ def require_api_key(app: FastAPI, api_key: str | None) -> None:
     async def guard(
         request: Request, proceed: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        if api_key and _path(request) not in OPEN_PATHS and not _has_key(request, api_key):
-            return error_response(
-                UnauthorizedError(
-                    "this application needs an API key; send `Authorization: Bearer …`"
-                )
-            )
+        if api_key and _path(request) not in OPEN_PATHS:
+            wrong = _wrong_key(_sent_key(request), api_key)
+            if wrong:
+                return error_response(UnauthorizedError(wrong))
         try:
             return await proceed(request)
         except ClientDisconnect:
@@ -105,11 +105,17 @@ def _path(request: Request) -> str:
     return request.url.path.removeprefix(prefix)
 
 
-def _has_key(request: Request, api_key: str) -> bool:
+def _sent_key(request: Request) -> str:
+    """The key that came with the request; empty where none did."""
     bearer = request.headers.get("authorization", "")
     scheme, _, token = bearer.partition(" ")
-    sent = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    return hmac.compare_digest(sent.encode(), api_key.encode())
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def _wrong_key(sent: str, api_key: str) -> str | None:
+    if hmac.compare_digest(sent.encode(), api_key.encode()):
+        return None
+    return WRONG_KEY if sent else NO_KEY
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from wllm_ray.dataset.store import open_store
 from wllm_ray.errors import IntegrityError, InvalidInputError, StorageError
 from wllm_ray.records import InputRow
-from wllm_ray.rows import MAX_LISTED_PROBLEMS, RowProblem, raise_problems, read_jsonl
+from wllm_ray.rows import (
+    MAX_LISTED_PROBLEMS,
+    RowProblem,
+    id_of,
+    raise_problems,
+    read_jsonl,
+    repeated_id,
+)
 
 __all__ = ["RowsFile"]
 
@@ -86,17 +93,18 @@ class RowsFile:
         problems: list[RowProblem] = []
         malformed = 0
         for _, item in self._items():
+            if (row_id := id_of(item)) is not None:
+                hashes += _id_hash(row_id)
             if isinstance(item, RowProblem):
                 malformed += 1
                 if malformed <= MAX_LISTED_PROBLEMS:
                     problems.append(item)
             else:
-                hashes += _id_hash(item)
                 yield item
         repeated = _repeated(hashes)
-        problems += self._repeated_ids(repeated)
-        problems.sort(key=lambda problem: problem.line)
-        raise_problems(problems, malformed + _count_repeats(hashes))
+        if len(repeated):
+            problems, malformed = self._all_problems(repeated)
+        raise_problems(problems, malformed)
         if not hashes:
             raise InvalidInputError(
                 f"{self._location} holds no rows", code="no_rows", stage="parse_rows"
@@ -113,21 +121,33 @@ class RowsFile:
                 )
             yield item
 
-    def _repeated_ids(self, repeated: NDArray[np.bytes_]) -> list[RowProblem]:
-        """The first rows whose id was used before, found by reading the file once more."""
+    def _all_problems(self, repeated: NDArray[np.bytes_]) -> tuple[list[RowProblem], int]:
+        """The first problems and how many there are, found by reading the file once more.
+
+        Args:
+            repeated: Hashes of the ids that occur more than once.
+        """
         problems: list[RowProblem] = []
+        count = 0
         first_line = np.zeros(len(repeated), np.int64)
-        source = self._items() if len(repeated) else iter(())
-        for line, item in source:
-            if isinstance(item, RowProblem) or (at := _find(repeated, _id_hash(item))) is None:
-                continue
-            if not first_line[at]:
+        for line, item in self._items():
+            problem = item if isinstance(item, RowProblem) else None
+            row_id = id_of(item)
+            at = None if row_id is None else _find(repeated, _id_hash(row_id))
+            if at is not None and first_line[at]:
+                problem = repeated_id(line, item, int(first_line[at]))
+            elif at is not None:
                 first_line[at] = line
-                continue
-            problems.append(RowProblem(line, f"`id` was used before, on line {first_line[at]}"))
-            if len(problems) == MAX_LISTED_PROBLEMS:
-                break
-        return problems
+            if problem is not None:
+                count += 1
+                problems += [problem] * (count <= MAX_LISTED_PROBLEMS)
+        if not problems:
+            raise IntegrityError(
+                f"{self._location} had repeated ids when it was read first, and has none now; "
+                f"leave the file alone while it is read, and run again",
+                code="rows_inconsistent",
+            )
+        return problems, count
 
 
 def _expect_file(path: Path) -> None:
@@ -145,8 +165,8 @@ def _expect_file(path: Path) -> None:
         )
 
 
-def _id_hash(row: InputRow) -> bytes:
-    return hashlib.blake2b(row.id.encode(), digest_size=HASH_BYTES).digest()
+def _id_hash(row_id: str) -> bytes:
+    return hashlib.blake2b(row_id.encode(), digest_size=HASH_BYTES).digest()
 
 
 def _repeated(hashes: bytearray) -> NDArray[np.bytes_]:
@@ -154,12 +174,6 @@ def _repeated(hashes: bytearray) -> NDArray[np.bytes_]:
     ordered = np.frombuffer(hashes, dtype=f"S{HASH_BYTES}")
     ordered.sort()
     return np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-
-
-def _count_repeats(ordered: bytearray) -> int:
-    """How many rows repeat an id, in what :func:`_repeated` has sorted."""
-    values = np.frombuffer(ordered, dtype=f"S{HASH_BYTES}")
-    return int((values[1:] == values[:-1]).sum())
 
 
 def _find(repeated: NDArray[np.bytes_], value: bytes) -> int | None:

@@ -14,7 +14,7 @@ from typing import Generic, Literal, TypeVar
 
 from wllm_ray.coordinator import Coordinator, FlowLimits
 from wllm_ray.dataset.conflict import RowsOf
-from wllm_ray.dataset.layout import folder
+from wllm_ray.dataset.layout import folder, manifest_key
 from wllm_ray.dataset.manifest import DatasetSpec, Manifest, Receipt
 from wllm_ray.dataset.store import Store
 from wllm_ray.dataset.writer import StageResult, create_spec, staged_shards
@@ -120,12 +120,18 @@ def _begin(store: Store, job: Job[Payload]) -> dict[int, Receipt]:
 
 
 def _expect_nothing(store: Store, dataset_id: str) -> None:
-    if store.list(folder(dataset_id)):
-        raise ConflictError(
-            f"dataset {dataset_id!r} was begun already under {store.uri}; leave out --no-resume to "
-            f"go on with it, or choose another dataset id",
-            stage="create_spec",
-        )
+    there = {key for key, _ in store.list(folder(dataset_id))}
+    if not there:
+        return
+    if manifest_key(dataset_id) in there:
+        state, use = "is committed already", "get it again, without capturing anything"
+    else:
+        state, use = "was begun already", "go on with it"
+    raise ConflictError(
+        f"dataset {dataset_id!r} {state} under {store.uri}; leave out --no-resume to {use}, or "
+        f"choose another dataset id",
+        stage="create_spec",
+    )
 
 
 async def _capture_missing(

@@ -67,7 +67,8 @@ class SiteResult:
 class ProbeReport:
     """The result of :func:`probe_by_layer`, one entry per site in the dataset's order.
 
-    ``chance`` is the test accuracy of always answering the most common training label.
+    ``chance`` is the test accuracy of always answering the most common training label, and
+    ``positive_chance`` the same for the positive control, which has classes of its own.
     """
 
     dataset_id: str
@@ -81,6 +82,7 @@ class ProbeReport:
     train_ids: tuple[str, ...]
     test_ids: tuple[str, ...]
     chance: float
+    positive_chance: float | None
     results: tuple[SiteResult, ...]
 
     @property
@@ -91,7 +93,7 @@ class ProbeReport:
     def to_json(self) -> dict[str, Any]:
         """Everything but the fitted numbers, for a file."""
         names = ("dataset_id", "manifest_sha256", "model", "revision", "label", "positive_label")
-        numbers = ("seed", "rows", "chance")
+        numbers = ("seed", "rows", "chance", "positive_chance")
         facts = {name: getattr(self, name) for name in (*names, *numbers)}
         sites = {
             result.probe.site: {
@@ -186,6 +188,7 @@ def probe_by_layer(
         train_ids=tuple(ids[row] for row in split.train),
         test_ids=tuple(ids[row] for row in split.test),
         chance=_chance(labels, split),
+        positive_chance=None if positive is None else _chance(positive, split),
         results=tuple(
             _examine(dataset, str(parse_site(name)), plan) for name in sites or manifest.sites
         ),

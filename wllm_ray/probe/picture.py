@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,22 @@ _COLOURS = ("#1f5fa8", "#c2571a", "#3a7d44", "#8b3a8f", "#a8872a")
 _GREY = "#7f7f7f"
 _GREEN = "#5b8c5a"
 _DPI = 150
+_SHADE = 0.16
+# Enough room under the chance level of two classes; lower where something lies lower.
+_BOTTOM = 0.3
+_BOTTOM_STEP = 0.05
 _REVISION_CHARACTERS = 12
 
 
-def plot_probe_report(report: ProbeReport, path: Path | str) -> None:
+def plot_probe_report(
+    report: ProbeReport, path: Path | str, *, question: str | None = None
+) -> None:
     """Draw accuracy by layer, as a PNG or what else the path's suffix says.
+
+    Args:
+        report: What was found.
+        path: The file to write.
+        question: The title's first line; without one it names the label.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -28,10 +40,16 @@ def plot_probe_report(report: ProbeReport, path: Path | str) -> None:
     places = _places(report)
     for colour, kind in zip(cycle(_COLOURS), _kinds(report), strict=False):
         chosen = [result for result in report.results if result.site.kind == kind]
-        _draw(axes, places, chosen, "score", kind, colour=colour, marker="o")
+        name = f"probe of “{report.label}” at {kind}"
+        _draw(axes, places, chosen, "score", name, colour=colour, marker="o")
     _draw_controls(axes, places, report)
-    axes.axhline(report.chance, color="black", linewidth=1, linestyle=":", label="chance")
+    chance = f"chance for “{report.label}” ({report.chance:.2f})"
+    axes.axhline(report.chance, color="black", linewidth=1, linestyle=":", label=chance)
+    _mark_best(axes, places, report)
+    axes.fill_between([], [], color=_GREY, alpha=_SHADE, linewidth=0, label="shaded: 95 % interval")
     _annotate(axes, places, report)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    axes.set_title(_title(report, question), fontsize=11)
     figure.savefig(path, dpi=_DPI)
 
 
@@ -66,24 +84,53 @@ def _draw(
     y = [score.accuracy for score in scores]
     axes.plot(x, y, color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=name)
     low, high = [score.low for score in scores], [score.high for score in scores]
-    axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
+    axes.fill_between(x, low, high, color=colour, alpha=_SHADE, linewidth=0)
 
 
 def _draw_controls(axes: Any, places: dict[str, float], report: ProbeReport) -> None:
     """The controls of the first kind only: those of further kinds look the same."""
     first = [result for result in report.results if result.site.kind == _kinds(report)[0]]
-    _draw(
-        axes,
-        places,
-        first,
-        "negative_control",
-        "negative control (shuffled training labels)",
-        colour=_GREY,
-        marker="x",
-    )
-    if report.positive_label is not None:
-        name = f"positive control ({report.positive_label})"
+    shuffled = "negative control: shuffled training labels"
+    _draw(axes, places, first, "negative_control", shuffled, colour=_GREY, marker="x")
+    if report.positive_chance is not None:
+        own = f"its own chance {report.positive_chance:.2f}"
+        name = f"positive control: probe of “{report.positive_label}” ({own})"
         _draw(axes, places, first, "positive_control", name, colour=_GREEN, marker="^")
+
+
+def _mark_best(axes: Any, places: dict[str, float], report: ProbeReport) -> None:
+    best = report.best
+    x, y = places[best.probe.site], best.score.accuracy
+    axes.plot([x], [y], "o", color="black", markersize=11, markerfacecolor="none")
+    axes.annotate(
+        f"best: {best.probe.site}, {y:.2f}",
+        (x, y),
+        xytext=(0, -36),
+        textcoords="offset points",
+        ha="center",
+        arrowprops={"arrowstyle": "-", "color": "black", "shrinkB": 6},
+    )
+
+
+def _bottom(report: ProbeReport) -> float:
+    """Where the vertical axis begins: under everything that is drawn."""
+    scores = [
+        score
+        for result in report.results
+        for score in (result.score, result.negative_control, result.positive_control)
+        if score is not None
+    ]
+    least = min(report.chance, *(score.low for score in scores))
+    return max(0.0, min(_BOTTOM, math.floor(least / _BOTTOM_STEP) * _BOTTOM_STEP))
+
+
+def _title(report: ProbeReport, question: str | None) -> str:
+    revision = report.revision.removeprefix("sha256:")[:_REVISION_CHARACTERS]
+    return (
+        f"{question or f'Can a linear probe read “{report.label}”, layer by layer?'}\n"
+        f"{report.model} @ {revision} · dataset {report.dataset_id} · "
+        f"{len(report.train_ids)} training and {len(report.test_ids)} test rows"
+    )
 
 
 def _annotate(axes: Any, places: dict[str, float], report: ProbeReport) -> None:
@@ -92,14 +139,6 @@ def _annotate(axes: Any, places: dict[str, float], report: ProbeReport) -> None:
     axes.set_xticks(list(names), list(names.values()))
     axes.set_xlabel("layer (zero-based decoder block)")
     axes.set_ylabel("accuracy on unseen groups")
-    axes.set_ylim(0, 1.03)
+    axes.set_ylim(_bottom(report), 1.03)
     axes.grid(visible=True, axis="y", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="best", frameon=False)
-    revision = report.revision.removeprefix("sha256:")[:_REVISION_CHARACTERS]
-    axes.set_title(
-        f"Probe of “{report.label}” by layer\n"
-        f"{report.model} @ {revision} · dataset {report.dataset_id} · "
-        f"{len(report.train_ids)} training and {len(report.test_ids)} test rows",
-        fontsize=11,
-    )
