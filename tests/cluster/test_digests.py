@@ -2,12 +2,13 @@
 
 import itertools
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from deployments.demo.model import prepare_model
+from tests.cluster.conftest import ROOT
 from tests.cluster.fire import (
     MAX_LEN,
     ONE_AND_TWO,
@@ -31,7 +32,6 @@ OTHER_TINY = [("qwen3", torch.float32), ("gemma3", torch.bfloat16)]
 CROWDED = TINY[0]
 # Thirty blocks of 32 tokens, in bfloat16: one and a half of the longest rows.
 SMALL_CACHE = {"kv_cache_memory_bytes": 30 * 32 * 2 * LAYERS * 2 * 32 * 2}
-REAL_MODEL = "WLLM_TEST_MODEL"
 
 
 @pytest.fixture(
@@ -48,9 +48,7 @@ def fire(request, ray_address, tmp_path_factory):
     family, dtype = request.param
     home = tmp_path_factory.mktemp("fire")
     if family is None:
-        model = os.environ.get(REAL_MODEL)
-        assert model, f"the slow digest test wants a real model's folder in {REAL_MODEL}"
-        path, vocabulary, split = Path(model), 10_000, 1024
+        path, vocabulary, split = prepare_model(ROOT / ".demo/models"), 10_000, 1024
     else:
         path, vocabulary, split = tiny_model(home, family, dtype), VOCAB, 256
     rows = write_rows(home / "rows.jsonl", count=300, longest=600, vocabulary=vocabulary)
