@@ -38,8 +38,8 @@ from wllm_ray.records import (
     TokenizerIdentity,
     TokenRow,
 )
-from wllm_ray.rows import ChatTemplateRefusedError
 from wllm_ray.sites import BLOCK_KINDS, HookSite
+from wllm_ray.tokens import ChatTemplateRefusedError
 
 MODEL = "fake-model"
 REVISION = "sha256:" + "1" * 64

@@ -41,9 +41,9 @@ from wllm_ray.records import (
     RowRecord,
 )
 from wllm_ray.requests import Prepared, capture_task, prepare
-from wllm_ray.rows import Tokenizer, TokenLimits, tokenize_rows
 from wllm_ray.schema import ActivationRequest, ActivationResponse
 from wllm_ray.sites import HookSite
+from wllm_ray.tokens import Tokenizer, TokenLimits, tokenize_rows
 from wllm_ray.wire import Inline
 
 __all__ = ["Backend", "ExtractionLimits", "ExtractionService", "Offer", "capturer"]

@@ -17,9 +17,10 @@ from wllm_ray.records import (
     RowRecord,
     TokenRow,
 )
-from wllm_ray.rows import Tokenizer, TokenLimits, parse_objects, tokenize_rows
+from wllm_ray.rows import parse_objects
 from wllm_ray.schema import ActivationRequest, ModelCard
 from wllm_ray.sites import HookSite, resolve_sites
+from wllm_ray.tokens import Tokenizer, TokenLimits, tokenize_rows
 from wllm_ray.validation import field_problems
 
 __all__ = [

@@ -1,8 +1,7 @@
-"""From JSONL lines or JSON objects to rows, and from rows to token ids.
+"""From JSONL lines or JSON objects to rows.
 
 ``parse_rows`` is all or nothing: a malformed line refuses the whole input, with every offending
-line listed, before anything runs. ``tokenize_rows`` never fails as a whole: a row that is well
-formed but cannot be run becomes a :class:`~wllm_ray.records.RowFailure`.
+line listed, before anything runs.
 """
 
 from __future__ import annotations
@@ -10,34 +9,23 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
-import numpy as np
-
-from wllm_ray.digest import canonical_json, parse_json, request_digest
+from wllm_ray.digest import canonical_json, parse_json
 from wllm_ray.errors import InvalidInputError
-from wllm_ray.records import (
-    CaptureIdentity,
-    InputRow,
-    RowFailure,
-    RowRecord,
-    TokenizerIdentity,
-)
+from wllm_ray.records import InputRow
 from wllm_ray.validation import unknown_field
 
 __all__ = [
-    "ChatTemplateRefusedError",
     "RowProblem",
-    "TokenLimits",
-    "Tokenizer",
     "check_row",
+    "has_lone_surrogate",
     "id_of",
-    "make_record",
+    "parse_objects",
     "parse_rows",
     "raise_problems",
     "read_jsonl",
     "repeated_id",
-    "tokenize_rows",
 ]
 
 MAX_ID_BYTES = 512
@@ -69,46 +57,17 @@ class RowProblem:
         return replace(self, message=f"{self.message}; {_repeats(before)}")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLimits:
-    """What the model takes: tokens per row, and ids below ``vocab_size``."""
-
-    max_model_len: int
-    vocab_size: int
-
-
-class ChatTemplateRefusedError(Exception):
-    """The tokenizer's chat template raised; the cause says how."""
-
-
-class Tokenizer(Protocol):
-    """Turns text into ids, the way the model was trained to read it."""
-
-    @property
-    def identity(self) -> TokenizerIdentity:
-        """Name, revision and template digest."""
-
-    def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
-        """Ids of raw prompts, with the tokenizer's default special tokens."""
-
-    def encode_messages(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Ids of a conversation, rendered with a generation prompt.
-
-        Raises:
-            ChatTemplateRefusedError: The template raised.
-        """
-
-
 def _repeats(before: int) -> str:
     return f"`id` was used before, on line {before}"
 
 
-def _has_lone_surrogate(value: Any) -> bool:
+def has_lone_surrogate(value: Any) -> bool:
+    """Whether some text in a JSON value holds half of a surrogate pair."""
     if isinstance(value, str):
         return any("\ud800" <= character <= "\udfff" for character in value)
     if isinstance(value, dict):
-        return any(map(_has_lone_surrogate, value)) or any(map(_has_lone_surrogate, value.values()))
-    return isinstance(value, list) and any(map(_has_lone_surrogate, value))
+        return any(map(has_lone_surrogate, value)) or any(map(has_lone_surrogate, value.values()))
+    return isinstance(value, list) and any(map(has_lone_surrogate, value))
 
 
 def _too_deep(value: Any, room: int) -> bool:
@@ -121,7 +80,7 @@ def _too_deep(value: Any, room: int) -> bool:
 def _check_id(value: Any) -> str | None:
     if not isinstance(value, str) or not value:
         return f"`id` must be a non-empty string, found {type(value).__name__}"
-    if _has_lone_surrogate(value):
+    if has_lone_surrogate(value):
         return "`id` holds half of a surrogate pair, which UTF-8 cannot carry"
     if (size := len(value.encode())) > MAX_ID_BYTES:
         return f"`id` must be at most {MAX_ID_BYTES} bytes of UTF-8, found {size}"
@@ -283,139 +242,3 @@ def parse_rows(items: Iterable[tuple[int, InputRow | RowProblem]]) -> list[Input
 def parse_objects(values: Iterable[Any]) -> list[InputRow]:
     """As :func:`parse_rows`, for rows that are decoded already; "line" is the position from 1."""
     return parse_rows((number, _checked(number, value)) for number, value in enumerate(values, 1))
-
-
-def make_record(
-    index: int,
-    row: InputRow,
-    identity: CaptureIdentity,
-    *,
-    token_ids: Sequence[int] | None = None,
-    failure: RowFailure | None = None,
-) -> RowRecord:
-    """Bind one row to the request that it is part of.
-
-    Args:
-        index: The row's index among all input rows.
-        row: The row.
-        identity: What the whole request has in common; enters the request digest.
-        token_ids: Its ids, where they are known.
-        failure: Why it has none.
-    """
-    return RowRecord(
-        index=index,
-        id=row.id,
-        metadata_json=canonical_json(row.metadata).decode(),
-        request_digest=request_digest(
-            row_id=row.id,
-            content=row.content,
-            metadata=row.metadata,
-            identity=identity.model_dump(),
-        ),
-        token_ids=None if token_ids is None else np.asarray(token_ids, dtype=np.int32),
-        failure=failure,
-    )
-
-
-def _refusal_before(row: InputRow, tokenizer: Tokenizer) -> RowFailure | None:
-    """What can be known to be wrong without running the tokenizer."""
-    ((key, value),) = row.content.items()
-    if key != "token_ids" and not value:
-        return RowFailure.of("empty_prompt", f"`{key}` is empty")
-    if key != "token_ids" and _has_lone_surrogate(value):
-        return RowFailure.of(
-            "lone_surrogate", f"`{key}` holds half of a surrogate pair, which UTF-8 cannot carry"
-        )
-    if key == "messages" and tokenizer.identity.chat_template_sha256 is None:
-        return RowFailure.of(
-            "no_chat_template",
-            "the tokenizer has no chat template; send `prompt` or `token_ids` instead",
-        )
-    return None
-
-
-def _refusal_after(ids: Sequence[int], limits: TokenLimits) -> RowFailure | None:
-    """What is wrong with the ids themselves."""
-    if not ids:
-        return RowFailure.of("zero_tokens", "the row has no tokens; the model needs at least one")
-    if len(ids) > limits.max_model_len:
-        return RowFailure.of(
-            "too_long",
-            f"the row has {len(ids)} tokens and the model takes {limits.max_model_len}; "
-            "shorten it or serve the model with a larger max_model_len",
-        )
-    for position, token in enumerate(ids):
-        if not 0 <= token < limits.vocab_size:
-            shown = token if abs(token) < 10**12 else "a number too large to print"
-            return RowFailure.of(
-                "token_out_of_vocabulary",
-                f"token id {shown} at position {position} is outside 0..{limits.vocab_size - 1}",
-            )
-    return None
-
-
-def _encode(rows: Sequence[InputRow], tokenizer: Tokenizer) -> list[list[int] | RowFailure]:
-    """Ids of rows that :func:`_refusal_before` let pass; raw prompts in one call for speed."""
-    prompts = [row.content["prompt"] for row in rows if "prompt" in row.content]
-    encoded = iter(tokenizer.encode_prompts(prompts) if prompts else ())
-    results: list[list[int] | RowFailure] = []
-    for row in rows:
-        if "prompt" in row.content:
-            results.append(next(encoded))
-        elif "token_ids" in row.content:
-            results.append(row.content["token_ids"])
-        else:
-            results.append(_encode_messages(row.content["messages"], tokenizer))
-    return results
-
-
-def _encode_messages(
-    messages: Sequence[dict[str, Any]], tokenizer: Tokenizer
-) -> list[int] | RowFailure:
-    try:
-        return tokenizer.encode_messages(messages)
-    except ChatTemplateRefusedError as error:
-        # The template's own words may quote the messages, so only the kind of error is kept.
-        kind = type(error.__cause__).__name__
-        return RowFailure.of(
-            "chat_template_error",
-            f"the chat template refused the messages ({kind}); check roles and their order",
-        )
-
-
-def tokenize_rows(
-    rows: Sequence[InputRow],
-    tokenizer: Tokenizer,
-    identity: CaptureIdentity,
-    limits: TokenLimits,
-    *,
-    first_index: int = 0,
-) -> list[RowRecord]:
-    """Turn rows into token ids, or into the reason why one cannot be run. Never truncates.
-
-    Args:
-        rows: The rows, in request order.
-        tokenizer: The served model's tokenizer.
-        identity: What the whole request has in common.
-        limits: Length and vocabulary of the model.
-        first_index: Index of the first row among all input rows.
-    """
-    refused = [_refusal_before(row, tokenizer) for row in rows]
-    encoded = iter(
-        _encode([r for r, no in zip(rows, refused, strict=True) if no is None], tokenizer)
-    )
-    records = []
-    for index, (row, refusal) in enumerate(zip(rows, refused, strict=True), start=first_index):
-        ids, failure = _settle(refusal or next(encoded), limits)
-        records.append(make_record(index, row, identity, token_ids=ids, failure=failure))
-    return records
-
-
-def _settle(
-    outcome: list[int] | RowFailure, limits: TokenLimits
-) -> tuple[list[int] | None, RowFailure | None]:
-    """Ids that can be run, or the reason why there are none."""
-    if isinstance(outcome, RowFailure):
-        return None, outcome
-    failure = _refusal_after(outcome, limits)
-    return (None, failure) if failure else (outcome, None)

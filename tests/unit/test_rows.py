@@ -9,15 +9,8 @@ from tests.fakes import MAX_MODEL_LEN, VOCAB_SIZE, FakeTokenizer
 from wllm_ray.digest import parse_json
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.records import CaptureIdentity, InputRow
-from wllm_ray.rows import (
-    MAX_LISTED_PROBLEMS,
-    TokenLimits,
-    make_record,
-    parse_objects,
-    parse_rows,
-    read_jsonl,
-    tokenize_rows,
-)
+from wllm_ray.rows import MAX_LISTED_PROBLEMS, parse_objects, parse_rows, read_jsonl
+from wllm_ray.tokens import TokenLimits, make_record, tokenize_rows
 
 IDENTITY = CaptureIdentity(
     model_revision="m",

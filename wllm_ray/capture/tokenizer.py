@@ -14,13 +14,13 @@ from typing import Any
 from wllm_ray.capture.model_files import directory_digest, tokenizer_files
 from wllm_ray.digest import sha256_hex
 from wllm_ray.records import ModelIdentity, TokenizerIdentity
-from wllm_ray.rows import ChatTemplateRefusedError
+from wllm_ray.tokens import ChatTemplateRefusedError
 
 __all__ = ["TransformersTokenizer"]
 
 
 class TransformersTokenizer:
-    """Implements :class:`wllm_ray.rows.Tokenizer`.
+    """Implements :class:`wllm_ray.tokens.Tokenizer`.
 
     Args:
         model: A local directory, or a name on the hub.

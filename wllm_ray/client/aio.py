@@ -27,8 +27,8 @@ from wllm_ray.job.source import SourcePlan
 from wllm_ray.plan import ShardLimits
 from wllm_ray.records import InputRow
 from wllm_ray.requests import Selection, select
-from wllm_ray.rows import make_record
 from wllm_ray.schema import ActivationResponse, ExtractionSchema, ModelCard
+from wllm_ray.tokens import make_record
 from wllm_ray.wire import JSON
 
 __all__ = ["AsyncWLLMClient"]

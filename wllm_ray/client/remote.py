@@ -24,8 +24,8 @@ from wllm_ray.records import (
     RowRecord,
 )
 from wllm_ray.requests import Selection
-from wllm_ray.rows import make_record
 from wllm_ray.schema import ActivationResponse, ExtractionSchema, ModelCard, RowResult
+from wllm_ray.tokens import make_record
 from wllm_ray.wire import ARROW_STREAM, Inline, decode_arrow
 
 __all__ = ["Answer", "Remote", "SentRow", "as_served", "check_answer", "request_bodies", "sent_row"]

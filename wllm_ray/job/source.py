@@ -16,7 +16,7 @@ from wllm_ray.dataset.spec import build_spec
 from wllm_ray.plan import Shard, ShardLimits
 from wllm_ray.records import InputRow, RowRecord
 from wllm_ray.requests import Selection, Served
-from wllm_ray.rows import make_record
+from wllm_ray.tokens import make_record
 
 __all__ = ["NamedRows", "RowSource", "SourcePlan", "ToRecords", "read_shards", "spec_of"]
 
