@@ -20,7 +20,7 @@ from tests.engine.tiny_models import build_tiny_model
 
 MAX_LEN = 640
 ROWS_PER_SHARD = 25
-DEADLINE_S = 300
+DEADLINE_S = 1200
 
 
 def write_rows(path: Path, *, count: int, longest: int, vocabulary: int, seed: int = 0) -> Path:
