@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from deployments.demo.analyse import NUMBERS, PICTURE
-from deployments.demo.model import MODEL_NAME, prepare_model
+from deployments.demo.model import MODEL_NAME, longest_row, prepare_model
 from deployments.demo.server import base_url, render_config, run_client, running_server
 from deployments.demo.statements import write_statements
 from wllm_ray.capture.model_files import resolve_model
@@ -43,8 +43,8 @@ LOG = DEMO / "serve.log"
 DATASET_ID = "true-false-statements"
 READY_SECONDS = 300
 LOG_LINES = 40
-# Serve's own word for an application that cannot start.
-DEPLOY_FAILED = "DEPLOY_FAILED"
+# Serve's own words for an application that cannot be built, or whose replicas cannot start.
+FAILED = ("DEPLOY_FAILED", "Failed to update the deployments")
 WLLM = (sys.executable, "-c", "import sys; from wllm_ray.cli import main; sys.exit(main())")
 
 console = Console(highlight=False)
@@ -184,6 +184,7 @@ def _capture(target: Target) -> None:
         CONFIG,
         model=target.model,
         served_model_name=target.served_name,
+        longest_row=lambda wanted: longest_row(target.model, wanted),
     )
     url = base_url(port)
     console.print(f"    starting the application at {url} (log: {LOG})")
@@ -204,13 +205,18 @@ def _wait_ready(server: subprocess.Popen[bytes], url: str) -> None:
     """Wait as a person would, but give up early: ``serve run`` itself outlives a failure."""
     arguments = ("wait-ready", "--base-url", url, "--timeout", str(READY_SECONDS))
     waiting = run_client([*WLLM, *arguments])
-    while waiting.poll() is None and server.poll() is None and DEPLOY_FAILED not in _log():
+    while waiting.poll() is None and server.poll() is None and not _has_failed():
         time.sleep(0.5)
     if waiting.poll() is None:
         waiting.terminate()
     if waiting.wait():
         tail = "\n".join(_log().splitlines()[-LOG_LINES:])
         raise DemoError(f"the application did not become ready; {LOG} ends so:\n{tail}")
+
+
+def _has_failed() -> bool:
+    log = _log()
+    return any(words in log for words in FAILED)
 
 
 def _wllm(*arguments: str) -> int:

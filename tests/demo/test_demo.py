@@ -48,14 +48,23 @@ def test_an_interrupted_conversion_leaves_no_model_and_is_begun_anew(tmp_path, m
     assert [path.name for path in tmp_path.iterdir()] == ["gemma-3-270m"]
 
 
-def test_the_config_differs_from_the_shipped_one_in_model_and_port_only(tmp_path):
+def test_another_model_is_served_at_the_length_that_it_has(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_positions": 128}')
+    assert model.longest_row(str(tmp_path), 2048) == 128
+    assert model.longest_row(str(tmp_path), 64) == 64
+
+
+def test_the_config_differs_from_the_shipped_one_in_model_length_and_port_only(tmp_path):
     source = ROOT / "serve_config.yaml"
-    port = render_config(source, tmp_path / "c.yaml", model="/m", served_model_name="m")
+    port = render_config(
+        source, tmp_path / "c.yaml", model="/m", served_model_name="m", longest_row=lambda n: n - 1
+    )
     shipped, rendered = (yaml.safe_load(p.read_text()) for p in (source, tmp_path / "c.yaml"))
     assert rendered["http_options"]["port"] == port
     assert rendered["applications"][0]["args"]["model"] == "/m"
     shipped["http_options"]["port"] = port
-    shipped["applications"][0]["args"] |= {"model": "/m", "served_model_name": "m"}
+    args = shipped["applications"][0]["args"]
+    args |= {"model": "/m", "served_model_name": "m", "max_model_len": args["max_model_len"] - 1}
     assert rendered == shipped
 
 
@@ -66,9 +75,13 @@ def test_a_busy_port_is_avoided(tmp_path):
         taken = busy.getsockname()[1]
         source = tmp_path / "source.yaml"
         source.write_text(
-            yaml.safe_dump({"http_options": {"port": taken}, "applications": [{"args": {}}]})
+            yaml.safe_dump(
+                {"http_options": {"port": taken}, "applications": [{"args": {"max_model_len": 9}}]}
+            )
         )
-        port = render_config(source, tmp_path / "c.yaml", model="m", served_model_name="m")
+        port = render_config(
+            source, tmp_path / "c.yaml", model="m", served_model_name="m", longest_row=int
+        )
     assert port != taken
     assert base_url(port) == f"http://127.0.0.1:{port}"
 

@@ -34,7 +34,7 @@ from wllm_ray.capture.vllm_facts import (
     library_versions,
     vllm_version,
 )
-from wllm_ray.errors import CaptureError, WLLMError
+from wllm_ray.errors import CaptureError, InvalidInputError, WLLMError
 from wllm_ray.records import (
     CapturedChunk,
     CaptureTask,
@@ -299,6 +299,12 @@ def _start(loop: EngineLoop) -> None:
     except WLLMError:
         raise
     except Exception as error:
+        if "max_model_len" in str(error):
+            raise InvalidInputError(
+                "vLLM refuses max_model_len: the model takes shorter rows than that; lower it, or "
+                "leave it out for the model's own length",
+                code="invalid_argument",
+            ) from error
         raise CaptureError(
             f"vLLM could not load the model ({type(error).__name__}); the log has more. Where it "
             "is memory, lower max_model_len or kv_cache_memory_bytes",
