@@ -92,6 +92,13 @@ def ray_address():
         yield address
 
 
+@pytest.fixture(scope="module")
+def own_cluster():
+    """A cluster for one module: Serve keeps the port with which it was started first."""
+    with running_cluster(cluster_env(), "--include-dashboard=false") as address:
+        yield address
+
+
 def serve_config() -> dict[str, Any]:
     return yaml.safe_load((ROOT / "serve_config.yaml").read_text())
 

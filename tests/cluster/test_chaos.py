@@ -30,7 +30,7 @@ RESUBMISSIONS = 3
 
 
 @pytest.fixture(scope="module")
-def fire(ray_address, tmp_path_factory):
+def fire(own_cluster, tmp_path_factory):
     home = tmp_path_factory.mktemp("chaos")
     model = tiny_model(home, "qwen3", torch.bfloat16)
     rows = write_rows(home / "rows.jsonl", count=600, longest=600, vocabulary=VOCAB)
@@ -39,8 +39,8 @@ def fire(ray_address, tmp_path_factory):
         "max_model_len": MAX_LEN,
         "prefill_split_tokens": 256,
     }
-    with applications(home, ray_address, **args):
-        yield Fire(ray_address, home, rows)
+    with applications(home, own_cluster, **args):
+        yield Fire(own_cluster, home, rows)
 
 
 @pytest.fixture(scope="module")

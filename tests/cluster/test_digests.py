@@ -43,7 +43,7 @@ SMALL_CACHE = {"kv_cache_memory_bytes": 30 * 32 * 2 * LAYERS * 2 * 32 * 2}
     ],
     ids=lambda one: f"{one[0] or 'real'}-{str(one[1]).removeprefix('torch.')}",
 )
-def fire(request, ray_address, tmp_path_factory):
+def fire(request, own_cluster, tmp_path_factory):
     """Both applications of one model in one dtype, and 300 rows of 5 to 600 tokens."""
     family, dtype = request.param
     home = tmp_path_factory.mktemp("fire")
@@ -60,8 +60,8 @@ def fire(request, ray_address, tmp_path_factory):
         "max_model_len": MAX_LEN,
         "prefill_split_tokens": split,
     }
-    with applications(home, ray_address, apps, **args):
-        yield Fire(ray_address, home, rows)
+    with applications(home, own_cluster, apps, **args):
+        yield Fire(own_cluster, home, rows)
 
 
 @pytest.fixture(scope="module")

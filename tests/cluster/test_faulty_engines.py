@@ -14,7 +14,7 @@ DEADLINE_S = 240
 
 
 @pytest.fixture(scope="module")
-def faulty(ray_address, tmp_path_factory):
+def faulty(own_cluster, tmp_path_factory):
     """Base URLs of an application that can be poisoned and of one that is slow, and their home."""
     home = tmp_path_factory.mktemp("faulty")
     tiny_model(home, "qwen3", torch.float32)
@@ -24,7 +24,7 @@ def faulty(ray_address, tmp_path_factory):
     ]
     root = home / "root"
     with applications(
-        home, ray_address, apps, model=str(home / "model"), storage_root=str(root)
+        home, own_cluster, apps, model=str(home / "model"), storage_root=str(root)
     ) as url:
         yield url, home
 
