@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -44,12 +44,6 @@ class FailedRow(RowFailure):
     """Why a row has no activation, and its index among all input rows."""
 
     index: int
-
-
-class _GoodRow(NamedTuple):
-    position: int
-    start: int
-    stop: int
 
 
 def load_dataset(
