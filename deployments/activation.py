@@ -31,17 +31,20 @@ def load_vllm_engine(args: AppArgs, identity: ModelIdentity) -> Engine:
     # Ray sets this from num_cpus before the replica starts, and torch reads it at import.
     os.environ["OMP_NUM_THREADS"] = str(args.threads or 1)
     from wllm_ray.capture.tokenizer import TransformersTokenizer
-    from wllm_ray.capture.vllm_engine import VLLMEngine
+    from wllm_ray.capture.vllm_capture import VLLMCapture
 
     tokenizer = TransformersTokenizer(
         args.model, identity, trust_remote_code=args.trust_remote_code
     )
-    return VLLMEngine(
+    return VLLMCapture(
         args.model,
         model_identity=identity,
         tokenizer_identity=tokenizer.identity,
         served_model_name=args.served_model_name or identity.name,
         dtype=args.dtype,
+        precision=args.precision,
+        prefix_caching=args.prefix_caching,
+        depth_bounded=args.depth_bounded,
         max_model_len=args.max_model_len,
         prefill_split_tokens=args.prefill_split_tokens,
         max_num_seqs=args.max_num_seqs,
@@ -98,13 +101,13 @@ class ActivationReplica:
         """
         async with self._gate.enter(alone=alone):
             yield None
-            captured = await self._extract(task)
+            captured = await self._captured(task)
         yield len(captured.row_index)
         yield captured
 
-    async def _extract(self, task: CaptureTask) -> CapturedChunk:
+    async def _captured(self, task: CaptureTask) -> CapturedChunk:
         try:
-            return await self._engine.extract_async(task)
+            return await self._engine.capture_async(task)
         except CaptureError as error:
             if error.code == "engine_dead":
                 # A hard exit, since Ray takes a graceful one for intended. The health check

@@ -42,6 +42,13 @@ class AppArgs(BaseModel):
         Literal["auto", "bfloat16", "float16", "float32"],
         Field(description="The engine's dtype; `auto` takes the model's own."),
     ] = "auto"
+    precision: Annotated[
+        Literal["native", "matched"],
+        Field(
+            description="`native`: as the model's dtype is run; `matched`: everything in IEEE "
+            "float32, to compare with other implementations."
+        ),
+    ] = "native"
     max_model_len: Annotated[
         Positive | None, Field(description="Longest row in tokens; default: the model's own.")
     ] = None
@@ -52,6 +59,16 @@ class AppArgs(BaseModel):
             description="Tokens per forward pass; longer prompts are split at its multiples.",
         ),
     ] = 1024
+    prefix_caching: Annotated[
+        bool,
+        Field(
+            description="Reuse the KV cache of equal beginnings where that drops no wanted token; "
+            "the class is then `tolerance`."
+        ),
+    ] = False
+    depth_bounded: Annotated[
+        bool, Field(description="Run no block above the deepest one that is asked for.")
+    ] = True
     max_num_seqs: Annotated[Positive, Field(description="Rows per forward pass.")] = 256
     threads: Annotated[
         Positive | None,

@@ -66,7 +66,7 @@ def _suspect(error: WLLMError, *, alone: bool) -> WLLMError:
 
 
 class RayBackend:
-    """Implements :class:`wllm_ray.extraction.Backend`; payloads are object references.
+    """Implements :class:`wllm_ray.backend.Backend`; payloads are object references.
 
     Args:
         replicas: Handle of the activation deployment.

@@ -19,10 +19,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from wllm_ray.backend import capturer
 from wllm_ray.cli.options import (
     BatchSize,
     DatasetId,
     Layers,
+    Layout,
     Position,
     Resume,
     RowsPerShard,
@@ -35,11 +37,12 @@ from wllm_ray.cli.outcome import report
 from wllm_ray.cli.reporting import fail, reports_errors, say
 from wllm_ray.dataset.store import Store, open_store
 from wllm_ray.errors import InvalidInputError, StorageError, WLLMError
-from wllm_ray.extraction import Offer, capturer
+from wllm_ray.extraction import Offer
 from wllm_ray.job.progress import ProgressLines
 from wllm_ray.job.rows_file import RowsFile
 from wllm_ray.job.run import Job, JobOutcome, RunOptions, run_job
 from wllm_ray.job.source import NamedRows, SourcePlan, read_shards, spec_of
+from wllm_ray.schema import ShardLayout
 
 __all__ = ["main"]
 
@@ -70,6 +73,7 @@ class Asked:
     position: str
     dataset_id: str | None
     rows_per_shard: int | None
+    shard_layout: ShardLayout
     batch_size: int | Literal["auto"]
     resume: bool
     storage: str | None
@@ -90,7 +94,14 @@ class Asked:
         limits = offer.limits.shard
         if self.rows_per_shard is not None:
             limits = replace(limits, max_rows=self.rows_per_shard)
-        return SourcePlan(offer.description, selection, source, self.dataset_id, limits)
+        return SourcePlan(
+            offer.description,
+            selection,
+            source,
+            self.dataset_id,
+            limits,
+            shard_layout=self.shard_layout,
+        )
 
     def root(self, offer: Offer) -> str:
         """Where the dataset is written.
@@ -117,6 +128,7 @@ def job(  # noqa: PLR0913 (one option per thing that can be asked)
     position: Position = "last_prompt",
     batch_size: BatchSize = "auto",
     rows_per_shard: RowsPerShard = None,
+    shard_layout: Layout = "auto",
     dataset_id: DatasetId = None,
     storage: Storage = None,
     resume: Resume = True,
@@ -137,6 +149,7 @@ def job(  # noqa: PLR0913 (one option per thing that can be asked)
             position=position,
             dataset_id=dataset_id,
             rows_per_shard=rows_per_shard,
+            shard_layout=shard_layout,
             batch_size=batch_size_of(batch_size),
             resume=resume,
             storage=_absolute(storage),
@@ -196,7 +209,7 @@ async def _run(
             done,
         ),
         rows_of=NamedRows(plan, spec),
-        capture=capturer(backend, selection.sites, selection.position),
+        capture=capturer(backend, selection),
         stage=backend.stage,
         commit=backend.commit,
         isolates=True,

@@ -1,7 +1,9 @@
 """An engine, a tokenizer and a whole application without a model.
 
-The engine's features are a pure function of a row's token ids, so any two ways to the same dataset
-must agree to the bit. Everything else of an application is real: service, coordinator, store, HTTP.
+The engine's features are a pure function of the token ids up to each position, so any two ways to
+the same dataset must agree to the bit. Its model has blocks of two types, and a kind of site whose
+width differs from the others' and from block to block. Everything else of an application is real:
+service, coordinator, store, HTTP.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from wllm_ray.dataset.store import Store
 from wllm_ray.dataset.writer import StageResult, commit_manifest, stage_shard
 from wllm_ray.extraction import ExtractionLimits, ExtractionService
 from wllm_ray.http.api import build_api
+from wllm_ray.offered import site_widths
 from wllm_ray.plan import Shard
+from wllm_ray.positions import is_reduced, resolve
 from wllm_ray.records import (
     CapturedChunk,
     CaptureTask,
@@ -35,10 +39,11 @@ from wllm_ray.records import (
     ModelIdentity,
     RowFailure,
     SelfTestReport,
+    SiteSupport,
     TokenizerIdentity,
     TokenRow,
 )
-from wllm_ray.sites import BLOCK_KINDS, HookSite
+from wllm_ray.sites import HookSite
 from wllm_ray.tokens import ChatTemplateRefusedError
 
 MODEL = "fake-model"
@@ -47,6 +52,21 @@ VOCAB_SIZE = 256
 MAX_MODEL_LEN = 64
 NUM_LAYERS = 4
 HIDDEN_SIZE = 8
+LAYER_TYPES = ("attention + mlp", "attention + mlp", "mamba", "attention + mlp")
+ATTENTION_LAYERS = (0, 1, 3)
+SITES = (
+    SiteSupport(kind="resid_pre", layers=(0, 1, 2, 3), width=HIDDEN_SIZE),
+    SiteSupport(kind="resid_mid", layers=ATTENTION_LAYERS, width=HIDDEN_SIZE),
+    SiteSupport(kind="resid_post", layers=(0, 1, 2, 3), width=HIDDEN_SIZE),
+    SiteSupport(kind="attn_out", layers=ATTENTION_LAYERS, width=HIDDEN_SIZE),
+    SiteSupport(kind="attn_out_prelinear", layers=(0, 1), width=12),
+    SiteSupport(kind="attn_out_prelinear", layers=(3,), width=16),
+    SiteSupport(kind="mlp_out", layers=ATTENTION_LAYERS, width=HIDDEN_SIZE),
+    SiteSupport(kind="mamba_out", layers=(2,), width=HIDDEN_SIZE),
+    SiteSupport(kind="embed", layers=None, width=HIDDEN_SIZE),
+    SiteSupport(kind="final_norm", layers=None, width=HIDDEN_SIZE),
+)
+POSITIONS = ("last_prompt", "first", "all_prompt", "mean_prompt", "index")
 # A row with this token kills the engines that tests poison.
 POISON = 77
 
@@ -75,14 +95,28 @@ class FakeTokenizer:
         return list((text + "<A>").encode())
 
 
-def fake_features(token_ids: NDArray[np.int32], sites: Sequence[HookSite]) -> NDArray[np.float32]:
-    """[sites, hidden] float32, a pure function of the ids and the sites."""
-    vectors = []
-    for site in sites:
-        seed = hashlib.sha256(token_ids.astype("<i4").tobytes() + str(site).encode()).digest()
-        generator = np.random.default_rng(list(seed))
-        vectors.append(generator.standard_normal(HIDDEN_SIZE, dtype=np.float32))
-    return np.stack(vectors)
+def fake_activation(token_ids: NDArray[np.int32], site: HookSite, width: int) -> Any:
+    """[width] float32: the site at the last of these tokens, a pure function of all of them."""
+    seed = hashlib.sha256(token_ids.astype("<i4").tobytes() + str(site).encode()).digest()
+    return np.random.default_rng(list(seed)).standard_normal(width, dtype=np.float32)
+
+
+def fake_features(
+    token_ids: NDArray[np.int32], sites: Sequence[HookSite], position: str = "last_prompt"
+) -> NDArray[np.float32]:
+    """[feature rows, sum of the sites' widths] float32 of one row."""
+    widths = site_widths(fake_description(), sites)
+    rows = [
+        np.concatenate(
+            [
+                fake_activation(token_ids[: place + 1], site, width)
+                for site, width in zip(sites, widths, strict=True)
+            ]
+        )
+        for place in resolve(position, len(token_ids))
+    ]
+    features = np.stack(rows)
+    return features.mean(axis=0, keepdims=True) if is_reduced(position) else features
 
 
 def fake_description(**changes: Any) -> EngineDescription:
@@ -96,8 +130,10 @@ def fake_description(**changes: Any) -> EngineDescription:
         "hidden_size": HIDDEN_SIZE,
         "vocab_size": VOCAB_SIZE,
         "max_model_len": MAX_MODEL_LEN,
-        "site_kinds": BLOCK_KINDS[:3],
-        "positions": ("last_prompt",),
+        "layer_types": LAYER_TYPES,
+        "sites": SITES,
+        "positions": POSITIONS,
+        "depth_bounded": True,
         "fingerprint": Fingerprint(
             model_revision=REVISION,
             tokenizer_revision=REVISION,
@@ -145,7 +181,7 @@ class FakeEngine:
     running: int = 0
     cancelled: int = 0
 
-    async def extract_async(self, task: CaptureTask) -> CapturedChunk:
+    async def capture_async(self, task: CaptureTask) -> CapturedChunk:
         self.running += 1
         try:
             await asyncio.sleep(self.delay_s)
@@ -154,20 +190,22 @@ class FakeEngine:
             raise
         finally:
             self.running -= 1
-        return self.extract(task)
+        return self.capture(task)
 
-    def extract(self, task: CaptureTask) -> CapturedChunk:
+    def capture(self, task: CaptureTask) -> CapturedChunk:
         self.tasks += 1
         failures = {row.index: why for row in task.rows if (why := self.fault(row))}
         good = [row for row in task.rows if row.index not in failures]
         self.captured.update(tuple(row.token_ids.tolist()) for row in task.rows)
-        features = [fake_features(row.token_ids, task.sites) for row in good]
+        features = {
+            row.index: fake_features(row.token_ids, task.sites, task.position) for row in good
+        }
+        widths = site_widths(self.description, task.sites)
         return CapturedChunk(
             row_index=np.array([row.index for row in task.rows], np.int64),
-            lengths=np.array([row.index not in failures for row in task.rows], np.int64),
-            features=np.stack(features)
-            if features
-            else np.empty((0, len(task.sites), HIDDEN_SIZE), np.float32),
+            lengths=np.array([len(features.get(row.index, ())) for row in task.rows], np.int64),
+            features=np.concatenate([np.empty((0, sum(widths)), np.float32), *features.values()]),
+            widths=widths,
             failures=failures,
             description=self.description,
             timings={"forward_s": 0.0},
@@ -187,14 +225,14 @@ class FakeEngine:
 
 
 class LocalBackend:
-    """Implements :class:`wllm_ray.extraction.Backend` in this process."""
+    """Implements :class:`wllm_ray.backend.Backend` in this process."""
 
     def __init__(self, engine: FakeEngine, store: Store | None) -> None:
         self.engine = engine
         self._store = store
 
     async def capture(self, task: CaptureTask, *, alone: bool = False) -> CapturedChunk:
-        return await self.engine.extract_async(task)
+        return await self.engine.capture_async(task)
 
     async def fetch(self, payload: CapturedChunk) -> CapturedChunk:
         return payload

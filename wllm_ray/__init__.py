@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from wllm_ray._version import __version__
 
 if TYPE_CHECKING:
     from wllm_ray.dataset.reader import ActivationDataset, load_dataset
+    from wllm_ray.engines.transformers import TransformersEngine
+    from wllm_ray.engines.vllm import VLLMEngine
 
-__all__ = ["ActivationDataset", "__version__", "load_dataset"]
+__all__ = [
+    "ActivationDataset",
+    "TransformersEngine",
+    "VLLMEngine",
+    "__version__",
+    "load_dataset",
+]
+
+_MODULES = {
+    "ActivationDataset": "wllm_ray.dataset.reader",
+    "TransformersEngine": "wllm_ray.engines.transformers",
+    "VLLMEngine": "wllm_ray.engines.vllm",
+    "load_dataset": "wllm_ray.dataset.reader",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the reader when it is first asked for: ``import wllm_ray`` stays light."""
-    if name in ("ActivationDataset", "load_dataset"):
-        from wllm_ray.dataset import reader
-
-        return getattr(reader, name)
+    """Import a public name when it is first asked for: ``import wllm_ray`` stays light."""
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,17 +9,43 @@ from numpy.typing import NDArray
 
 from wllm_ray.dataset.manifest import Manifest
 from wllm_ray.digest import token_digest
-from wllm_ray.errors import CaptureError, RowsFailedError
+from wllm_ray.errors import CaptureError, RowsFailedError, TooLargeError
 from wllm_ray.records import CapturedChunk, RowFailure, RowRecord
 from wllm_ray.requests import Prepared
 from wllm_ray.schema import ActivationResponse, DatasetReference, RowResult
 from wllm_ray.wire import Inline
 
-__all__ = ["dataset_answer", "dataset_reference", "inline_answer", "rows_failed"]
+__all__ = [
+    "dataset_answer",
+    "dataset_reference",
+    "expect_fits_inline",
+    "inline_answer",
+    "rows_failed",
+]
 
 AXES = ("row", "site", "hidden")
 # A message that lists more would not be read; the count says how many there are.
 MAX_LISTED_FAILURES = 50
+FLOAT32_BYTES = 4
+
+
+def expect_fits_inline(prepared: Prepared, max_bytes: int) -> None:
+    """Refuse, before anything is run, an answer that would be too large.
+
+    Raises:
+        TooLargeError: Its features take more than ``max_bytes``; the message says how much fits.
+    """
+    row_bytes = sum(prepared.selection.site_widths) * FLOAT32_BYTES
+    feature_rows = sum(prepared.selection.feature_rows(row) for row in prepared.rows)
+    total = row_bytes * feature_rows
+    if total > max_bytes:
+        raise TooLargeError(
+            f"the inline result would be {total} bytes, {feature_rows} feature rows of "
+            f"{row_bytes}, and the bound is {max_bytes}, {max_bytes // row_bytes} feature rows; "
+            f"send fewer rows a request, fewer sites, or persistence `dataset`",
+            stage="plan_chunks",
+            details={"bytes": total, "max_inline_bytes": max_bytes},
+        )
 
 
 def dataset_reference(manifest: Manifest) -> DatasetReference:
@@ -65,18 +91,19 @@ def _row_result(row: RowRecord, offset: int, length: int, failure: RowFailure | 
 
 
 def _row_results(
-    rows: Sequence[RowRecord], lengths: Mapping[int, int], failures: Mapping[int, RowFailure]
+    prepared: Prepared, lengths: Mapping[int, int], failures: Mapping[int, RowFailure]
 ) -> list[RowResult]:
-    """One result per row in request order; every row is either good or failed, never neither."""
+    """One result per row in request order; every row is whole or has failed."""
     results = []
     offset = 0
-    for row in rows:
+    for row in prepared.rows:
         failure = row.failure or failures.get(row.index)
         length = lengths.get(row.index, 0)
-        if (failure is None) == (length == 0):
+        wanted = 0 if failure else prepared.selection.feature_rows(row)
+        if length != wanted:
             raise CaptureError(
                 f"row {row.index} came back with {length} feature rows and failure "
-                f"{failure.code if failure else None}; expected exactly one of the two",
+                f"{failure.code if failure else None}; expected {wanted} feature rows",
                 stage="capture",
             )
         results.append(_row_result(row, offset, length, failure))
@@ -102,9 +129,9 @@ def inline_answer(
         lengths |= {index: length for index, length in pairs if length}
     features = _concatenate(prepared, chunks)
     answered_by = chunks[0].description if chunks else prepared.description
-    response = _response(prepared, _row_results(prepared.rows, lengths, failures)).model_copy(
+    response = _response(prepared, _row_results(prepared, lengths, failures)).model_copy(
         update={
-            "shape": features.shape,
+            "shape": _shape(len(features), prepared.selection.site_widths),
             "fingerprint": answered_by.fingerprint,
             "versions": answered_by.versions,
             "selftest": answered_by.selftest,
@@ -121,8 +148,21 @@ def _concatenate(prepared: Prepared, chunks: Sequence[CapturedChunk]) -> NDArray
             "wait until all replicas run the same version, then send it again",
             stage="capture",
         )
-    empty = np.empty((0, len(prepared.sites), prepared.description.hidden_size), np.float32)
+    widths = prepared.selection.site_widths
+    for chunk in chunks:
+        if chunk.widths != widths:
+            raise CaptureError(
+                f"expected sites of widths {widths}, found {chunk.widths} in a chunk of "
+                f"{len(chunk.row_index)} rows; the replica and the ingress run different versions",
+                stage="capture",
+            )
+    empty = np.empty((0, sum(widths)), np.float32)
     return np.concatenate([chunk.features for chunk in chunks]) if chunks else empty
+
+
+def _shape(feature_rows: int, widths: Sequence[int]) -> tuple[int, int, int | None]:
+    """(feature rows, sites, width), the width None where the sites differ in it."""
+    return feature_rows, len(widths), widths[0] if len(set(widths)) == 1 else None
 
 
 def dataset_answer(
@@ -135,8 +175,9 @@ def dataset_answer(
         manifest: The committed manifest.
         failures: Row index → failure, as the dataset records them.
     """
-    lengths = {row.index: 1 for row in prepared.rows if row.index not in failures}
-    results = _row_results(prepared.rows, lengths, failures)
+    good = (row for row in prepared.rows if row.index not in failures)
+    lengths = {row.index: prepared.selection.feature_rows(row) for row in good}
+    results = _row_results(prepared, lengths, failures)
     return _response(prepared, results).model_copy(
         update={
             "shape": manifest.shape,
@@ -149,15 +190,16 @@ def dataset_answer(
 
 
 def _response(prepared: Prepared, rows: list[RowResult]) -> ActivationResponse:
-    description = prepared.description
+    description, selection = prepared.description, prepared.selection
     return ActivationResponse(
         model=description.model,
         tokenizer=description.tokenizer,
         axes=AXES,
-        sites=prepared.identity.sites,
-        position=prepared.position,
+        sites=selection.identity.sites,
+        site_widths=selection.site_widths,
+        position=selection.position,
         capture_mode=prepared.request.capture_mode,
-        shape=(0, len(prepared.sites), description.hidden_size),
+        shape=_shape(0, selection.site_widths),
         dtype="float32",
         rows=rows,
         features=None,

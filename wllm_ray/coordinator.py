@@ -17,15 +17,15 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, Protocol, TypeVar
 
+from wllm_ray.concurrency import gather
 from wllm_ray.errors import UnavailableError
 from wllm_ray.isolation import Captured, ChunkRunner
-from wllm_ray.plan import Shard, plan_chunks
+from wllm_ray.plan import Shard, chunk_tokens, plan_chunks
 from wllm_ray.records import Chunk, RowFailure, RowRecord
 
 __all__ = ["Captured", "Coordinator", "FlowLimits", "JobReport", "Staged"]
 
 Payload = TypeVar("Payload")
-Result = TypeVar("Result")
 
 
 class Staged(Protocol):
@@ -106,7 +106,10 @@ class Coordinator(Generic[Payload]):
         rows: Sequence[RowRecord],
         batch_size: int | Literal["auto"] = "auto",
     ) -> Captured[Payload]:
-        """Capture the rows that have not failed already, chunk by chunk, in any order.
+        """Capture the rows that have not failed already, the longest chunk first.
+
+        A long chunk that is begun last would keep one replica busy while the others wait. What
+        comes back is in row order.
 
         Args:
             shard: The shard that they belong to.
@@ -117,9 +120,14 @@ class Coordinator(Generic[Payload]):
             WLLMError: A failure that another attempt would not mend.
         """
         runnable = [row for row in rows if row.failure is None]
-        chunks = plan_chunks(shard, runnable, batch_size)
+        lanes = self._limits.chunks_in_flight
+        chunks = plan_chunks(shard, runnable, batch_size, lanes=lanes)
+        # The window admits them in the order of these calls.
+        longest_first = sorted(chunks, key=chunk_tokens, reverse=True)
+        parts = await gather([self._capture_chunk(chunk) for chunk in longest_first])
+        by_row = sorted(zip(longest_first, parts, strict=True), key=lambda pair: pair[0].first_row)
         captured: Captured[Payload] = Captured()
-        for part in await _gather([self._capture_chunk(chunk) for chunk in chunks]):
+        for _, part in by_row:
             captured.add(part)
         return captured
 
@@ -210,14 +218,3 @@ def _first(errors: BaseException) -> BaseException:
     while isinstance(errors, BaseExceptionGroup):
         errors = errors.exceptions[0]
     return errors
-
-
-async def _gather(calls: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Run all; when one raises, cancel and await the others, then raise it alone."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,7 +2,7 @@
 
 The same for HTTP and handles: ``parse_rows → tokenize_rows → plan_chunks → capture →
 stage_shard → commit_manifest``. What runs a chunk, stages a shard and commits is a
-:class:`Backend`, so this module knows neither Ray nor an engine.
+:class:`~wllm_ray.backend.Backend`, so this module knows neither Ray nor an engine.
 """
 
 from __future__ import annotations
@@ -10,70 +10,35 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from wllm_ray.answers import dataset_answer, inline_answer, rows_failed
+from wllm_ray.answers import dataset_answer, expect_fits_inline, inline_answer, rows_failed
+from wllm_ray.backend import Backend, capturer
 from wllm_ray.coordinator import Coordinator, FlowLimits
-from wllm_ray.dataset.manifest import DatasetSpec, Manifest
+from wllm_ray.dataset.manifest import DatasetSpec
 from wllm_ray.dataset.spec import build_spec
 from wllm_ray.dataset.store import Store
-from wllm_ray.dataset.writer import StageResult
 from wllm_ray.errors import (
     ConflictError,
     OverloadedError,
     StorageError,
-    TooLargeError,
     UnavailableError,
 )
 from wllm_ray.job.run import Job, JobOutcome, RunOptions, run_job
+from wllm_ray.job.source import rows_of_shard, shards_of
 from wllm_ray.job.summary import permanent_failures
-from wllm_ray.plan import Shard, ShardLimits, plan_shards
-from wllm_ray.records import (
-    CapturedChunk,
-    CaptureIdentity,
-    CaptureTask,
-    Chunk,
-    EngineDescription,
-    InputRow,
-    RowFailure,
-    RowRecord,
-)
-from wllm_ray.requests import Prepared, capture_task, prepare
+from wllm_ray.plan import ShardLimits
+from wllm_ray.records import CaptureIdentity, EngineDescription, InputRow, RowFailure, RowRecord
+from wllm_ray.requests import Prepared, prepare
 from wllm_ray.schema import ActivationRequest, ActivationResponse
-from wllm_ray.sites import HookSite
 from wllm_ray.tokens import Tokenizer, TokenLimits, tokenize_rows
-from wllm_ray.wire import Inline
+from wllm_ray.wire import Inline, expect_one_width
 
-__all__ = ["Backend", "ExtractionLimits", "ExtractionService", "Offer", "capturer"]
+__all__ = ["ExtractionLimits", "ExtractionService", "Offer"]
 
 Payload = TypeVar("Payload")
-
-FLOAT32_BYTES = 4
-
-
-class Backend(Protocol[Payload]):
-    """What runs the work: a Ray application, or an engine in this process."""
-
-    async def capture(self, task: CaptureTask, *, alone: bool) -> Payload:
-        """Run a chunk, on a replica that runs nothing else meanwhile where ``alone`` says so.
-
-        Raises:
-            UnavailableError: Another attempt may succeed; ``engine_died_alone`` where the engine
-                died while it ran the chunk alone.
-        """
-
-    async def fetch(self, payload: Payload) -> CapturedChunk:
-        """Bring what was captured into this process."""
-
-    async def stage(
-        self, spec: DatasetSpec, shard: Shard, payloads: Sequence[Payload]
-    ) -> StageResult:
-        """Write one shard and its receipt."""
-
-    async def commit(self, dataset_id: str) -> Manifest:
-        """Create the manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +148,26 @@ class ExtractionService(Generic[Payload]):
         limits = TokenLimits(served.max_model_len, served.vocab_size)
         return tokenize_rows(rows, self._tokenizer, identity, limits, first_index=first_index)
 
-    async def extract_inline(self, request: ActivationRequest) -> Inline:
+    async def extract_inline(
+        self, request: ActivationRequest, *, as_one_array: bool = False
+    ) -> Inline:
         """Capture and answer with the features themselves.
+
+        Args:
+            request: With persistence ``none``.
+            as_one_array: The caller wants them stacked, so that sites must be of one width.
 
         Raises:
             InvalidInputError: The request cannot be understood.
+            NotOfferedError: It asks for what is not offered here.
             TooLargeError: The answer would be over its bound.
             UnavailableError: Not ready.
         """
         prepared = await self._prepare(request)
-        self._check_inline_size(prepared)
-        capture = capturer(self._backend, prepared.sites, prepared.position)
+        if as_one_array:
+            expect_one_width(prepared.selection.identity.sites, prepared.selection.site_widths)
+        expect_fits_inline(prepared, self.limits.max_inline_bytes)
+        capture = capturer(self._backend, prepared.selection)
         coordinator = Coordinator(capture, limits=self.limits.flow, isolates=True)
         started = time.perf_counter()
         captured = await coordinator.capture_rows(0, prepared.rows, request.batch_size)
@@ -235,28 +209,18 @@ class ExtractionService(Generic[Payload]):
         description = self.require_ready()
         return await asyncio.to_thread(prepare, request, description, self._tokenizer)
 
-    def _check_inline_size(self, prepared: Prepared) -> None:
-        row_bytes = len(prepared.sites) * prepared.description.hidden_size * FLOAT32_BYTES
-        total = row_bytes * len(prepared.rows)
-        bound = self.limits.max_inline_bytes
-        if total > bound:
-            raise TooLargeError(
-                f"the inline result would be {total} bytes and the bound is {bound}; send at most "
-                f"{bound // row_bytes} rows a request, fewer sites, or persistence `dataset`",
-                stage="plan_chunks",
-                details={"bytes": total, "max_inline_bytes": bound},
-            )
-
     def _spec(self, prepared: Prepared) -> DatasetSpec:
         limits = self.limits.shard
         if prepared.request.rows_per_shard is not None:
             limits = replace(limits, max_rows=prepared.request.rows_per_shard)
         return build_spec(
             prepared.description,
-            prepared.identity,
-            (row.request_digest for row in prepared.rows),
+            prepared.selection.identity,
+            prepared.rows,
+            site_widths=prepared.selection.site_widths,
             dataset_id=prepared.request.dataset_id,
             limits=limits,
+            shard_layout=prepared.request.shard_layout,
         )
 
     def _start(
@@ -292,28 +256,15 @@ class ExtractionService(Generic[Payload]):
         rows = prepared.rows
         job = Job(
             spec=spec,
-            shards=lambda done: (
-                shard for shard in plan_shards(rows, spec.shards[0].rows) if shard.index not in done
-            ),
-            rows_of=lambda number: _rows_of(rows, spec, number),
-            capture=capturer(self._backend, prepared.sites, prepared.position),
+            shards=lambda done: shards_of(rows, spec, done),
+            rows_of=lambda number: rows_of_shard(rows, spec, number),
+            capture=capturer(self._backend, prepared.selection),
             stage=self._backend.stage,
             commit=self._backend.commit,
             isolates=True,
             options=RunOptions(prepared.request.batch_size, flow=self.limits.flow),
         )
         return await run_job(store, job)
-
-
-def capturer(
-    backend: Backend[Payload], sites: tuple[HookSite, ...], position: str
-) -> Callable[[Chunk, bool], Awaitable[Payload]]:
-    """What captures a job's chunks on a backend."""
-
-    async def capture(chunk: Chunk, alone: bool) -> Payload:  # noqa: FBT001 (a callback)
-        return await backend.capture(capture_task(sites, position, chunk.rows), alone=alone)
-
-    return capture
 
 
 def _expect_same_model(identity: CaptureIdentity, served: EngineDescription) -> None:
@@ -332,14 +283,6 @@ def _expect_same_model(identity: CaptureIdentity, served: EngineDescription) -> 
             code="mixed_fingerprints",
             stage="tokenize_rows",
         )
-
-
-def _rows_of(rows: Sequence[RowRecord], spec: DatasetSpec, number: int) -> Sequence[RowRecord]:
-    """The rows of a shard; none where the stored dataset has more shards than this request."""
-    if number >= len(spec.shards):
-        return ()
-    shard = spec.shards[number]
-    return rows[shard.first_row : shard.first_row + shard.rows]
 
 
 def _failures(store: Store, outcome: JobOutcome) -> dict[int, RowFailure]:

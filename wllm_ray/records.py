@@ -30,6 +30,7 @@ __all__ = [
     "RowFailure",
     "RowRecord",
     "SelfTestReport",
+    "SiteSupport",
     "TokenRow",
     "TokenizerIdentity",
 ]
@@ -129,8 +130,26 @@ class SelfTestReport(Record):
     seconds: float
 
 
+class SiteSupport(Record):
+    """A site kind, the decoder blocks that have it, and its width there.
+
+    ``layers`` is None for the kinds that belong to no block. A kind occurs more than once where
+    blocks differ in width.
+    """
+
+    kind: str
+    layers: tuple[int, ...] | None
+    width: int
+
+
 class EngineDescription(Record):
-    """What a replica says of itself: enough to plan, to digest and to record."""
+    """What a replica says of itself: enough to plan, to digest and to record.
+
+    Attributes:
+        layer_types: For each decoder block, what it is made of: ``attention + mlp``, ``mamba`` …
+        sites: What can be captured, from evidence gathered when this engine started.
+        depth_bounded: Whether passes stop at the deepest block asked for; else all blocks run.
+    """
 
     served_model_name: str
     model: ModelIdentity
@@ -140,8 +159,10 @@ class EngineDescription(Record):
     hidden_size: int
     vocab_size: int
     max_model_len: int
-    site_kinds: tuple[str, ...]
+    layer_types: tuple[str, ...]
+    sites: tuple[SiteSupport, ...]
     positions: tuple[str, ...]
+    depth_bounded: bool
     fingerprint: Fingerprint
     versions: dict[str, str]
     selftest: SelfTestReport
@@ -177,14 +198,17 @@ class InputRow:
 class RowRecord:
     """One row of a dataset before its activation is known.
 
-    ``index`` counts all input rows, failed ones included. ``token_ids`` is None where the row
-    failed before it had any (``failure`` says why), or where another machine tokenises.
+    ``index`` counts all input rows, failed ones included. ``tokens_bound`` is how many tokens the
+    row may have, as its content alone tells, so that everybody plans alike. ``token_ids`` is None
+    where the row failed before it had any (``failure`` says why), or where another machine
+    tokenises.
     """
 
     index: int
     id: str
     metadata_json: str
     request_digest: str
+    tokens_bound: int
     token_ids: NDArray[np.int32] | None
     failure: RowFailure | None
 
@@ -199,7 +223,7 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class CaptureTask:
-    """One chunk's worth of work for an engine."""
+    """One chunk's worth of work for an engine; ``position`` is canonical."""
 
     sites: tuple[HookSite, ...]
     position: str
@@ -226,7 +250,9 @@ class CapturedChunk:
     Attributes:
         row_index: [R] int64, the rows' indices, ascending; failed rows included.
         lengths: [R] int64, feature rows per row; 0 where the row failed.
-        features: [sum(lengths), sites, hidden] float32, C order; good rows in ``row_index`` order.
+        features: [sum(lengths), sum(widths)] float32, C order; good rows in ``row_index`` order,
+            the sites side by side.
+        widths: Width of each site, in the order of the task.
         failures: Row index → why.
         description: The engine that ran it.
         timings: Seconds by phase.
@@ -237,6 +263,7 @@ class CapturedChunk:
     row_index: NDArray[np.int64]
     lengths: NDArray[np.int64]
     features: NDArray[np.float32]
+    widths: tuple[int, ...]
     failures: dict[int, RowFailure]
     description: EngineDescription
     timings: dict[str, float]

@@ -10,6 +10,13 @@ from typing import Any, TypeAlias
 from pydantic import ValidationError
 
 from wllm_ray.errors import InvalidInputError, NotFoundError, NotOfferedError
+from wllm_ray.offered import site_widths
+from wllm_ray.positions import (
+    PositionLike,
+    canonical_position,
+    feature_rows_of,
+    position_kind,
+)
 from wllm_ray.records import (
     CaptureIdentity,
     CaptureTask,
@@ -21,13 +28,12 @@ from wllm_ray.rows import parse_objects
 from wllm_ray.schema import ActivationRequest, ModelCard
 from wllm_ray.sites import HookSite, resolve_sites
 from wllm_ray.tokens import Tokenizer, TokenLimits, tokenize_rows
-from wllm_ray.validation import field_problems
+from wllm_ray.validation import field_problems, not_offered
 
 __all__ = [
     "Prepared",
     "Selection",
     "Served",
-    "canonical_position",
     "capture_task",
     "identity_of",
     "prepare",
@@ -38,7 +44,34 @@ __all__ = [
 # What a replica says of itself, or what a client was told of it.
 Served: TypeAlias = EngineDescription | ModelCard
 
-_POSITION_ALIASES = {"last-prompt": "last_prompt"}
+GENERATED_POSITIONS = ("all_generated", "last_generated")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is captured of every row.
+
+    Attributes:
+        sites: Resolved, in the order asked for.
+        site_widths: Width of each of them on the served model.
+        position: Canonical.
+        identity: What all rows have in common.
+    """
+
+    sites: tuple[HookSite, ...]
+    site_widths: tuple[int, ...]
+    position: str
+    identity: CaptureIdentity
+
+    def feature_rows(self, row: RowRecord) -> int:
+        """How many feature rows a row gives; none where it has no ids and cannot be run."""
+        return 0 if row.token_ids is None else self.feature_rows_at(len(row.token_ids))
+
+    def feature_rows_at(self, tokens: int) -> int:
+        """How many feature rows a prompt of this many tokens gives."""
+        rows = feature_rows_of(self.position, tokens)
+        assert rows is not None, "positions of generated tokens are not offered"
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,40 +81,30 @@ class Prepared:
     Attributes:
         request: As it was sent.
         description: The engine that will run it.
-        identity: What all its rows have in common.
-        sites: Resolved, in the order asked for.
-        position: Canonical.
+        selection: What is captured of every row.
         rows: All rows in request order; those that cannot be run carry their failure.
         timings: Seconds by phase, filled as the work goes on.
     """
 
     request: ActivationRequest
     description: EngineDescription
-    identity: CaptureIdentity
-    sites: tuple[HookSite, ...]
-    position: str
+    selection: Selection
     rows: list[RowRecord]
     timings: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """What is captured of every row: resolved sites and position, and the identity they give."""
-
-    sites: tuple[HookSite, ...]
-    position: str
-    identity: CaptureIdentity
 
 
 def read_request(value: Any) -> ActivationRequest:
     """Check a decoded request against the schema.
 
     Raises:
+        NotOfferedError: A field asks for what this product does not do; the message says what to
+            do instead.
         InvalidInputError: A field is missing, wrong or unknown; the message names it.
     """
     try:
         return ActivationRequest.model_validate(value)
     except ValidationError as error:
+        _refuse_what_is_not_offered(error)
         problems = field_problems(error, ActivationRequest)
         listed = "; ".join(f"{p['field']}: {p['message']}" for p in problems)
         raise InvalidInputError(
@@ -91,19 +114,15 @@ def read_request(value: Any) -> ActivationRequest:
         ) from None
 
 
-def canonical_position(position: str, offered: Sequence[str]) -> str:
-    """The stored spelling of a position.
-
-    Raises:
-        NotOfferedError: Not one of ``offered`` (code ``position_not_offered``).
-    """
-    name = _POSITION_ALIASES.get(position, position)
-    if name not in offered:
-        raise NotOfferedError(
-            f"position {position!r} is not offered; offered: {', '.join(offered)}",
-            code="position_not_offered",
-        )
-    return name
+def _refuse_what_is_not_offered(error: ValidationError) -> None:
+    for item in error.errors(include_url=False, include_context=False, include_input=False):
+        if item["type"] != "extra_forbidden":
+            continue
+        name = str(item["loc"][0])
+        if refused := not_offered(name):
+            code, message = refused
+            details = {"field": name}
+            raise NotOfferedError(message, code=code, stage="parse_rows", details=details) from None
 
 
 def identity_of(
@@ -126,28 +145,43 @@ def select(
     layers: Sequence[int] | None,
     site: str,
     sites: Sequence[str] | None,
-    position: str,
+    position: PositionLike,
     capture_mode: str = "replay",
 ) -> Selection:
     """Resolve what is asked against what is served; the same on both sides of HTTP.
 
     Raises:
-        InvalidInputError: A site or layer that cannot be.
-        NotOfferedError: A site kind or position that is not captured here.
+        InvalidInputError: A site, layer or position that cannot be.
+        NotOfferedError: A site or position that is not captured here, a mixer kind on a block of
+            another type for example; the message names the layer and its type.
     """
-    resolved_position = canonical_position(position, served.positions)
+    canonical = canonical_position(position)
+    _check_position(canonical, served.positions)
     resolved = resolve_sites(layers, site, sites, num_layers=served.num_layers)
-    _check_sites(resolved, served)
-    identity = identity_of(served, resolved, resolved_position, capture_mode)
-    return Selection(resolved, resolved_position, identity)
+    widths = site_widths(served, resolved)
+    identity = identity_of(served, resolved, canonical, capture_mode)
+    return Selection(resolved, widths, canonical, identity)
 
 
-def capture_task(
-    sites: tuple[HookSite, ...], position: str, rows: Sequence[RowRecord]
-) -> CaptureTask:
+def _check_position(position: str, offered: Sequence[str]) -> None:
+    kind = position_kind(position)
+    if kind in offered:
+        return
+    why = (
+        ", since it needs generation and only prompts are run here"
+        if kind in GENERATED_POSITIONS
+        else " here"
+    )
+    raise NotOfferedError(
+        f"position {kind!r} is not offered{why}; offered: {', '.join(offered)}",
+        code="position_not_offered",
+    )
+
+
+def capture_task(selection: Selection, rows: Sequence[RowRecord]) -> CaptureTask:
     """What a replica needs of some rows; those without ids are left out."""
     wanted = tuple(TokenRow(row.index, row.token_ids) for row in rows if row.token_ids is not None)
-    return CaptureTask(sites=sites, position=position, rows=wanted)
+    return CaptureTask(sites=selection.sites, position=selection.position, rows=wanted)
 
 
 def prepare(
@@ -176,15 +210,7 @@ def prepare(
         TokenLimits(description.max_model_len, description.vocab_size),
     )
     timings = {"tokenize_s": time.perf_counter() - started}
-    return Prepared(
-        request,
-        description,
-        selection.identity,
-        selection.sites,
-        selection.position,
-        rows,
-        timings,
-    )
+    return Prepared(request, description, selection, rows, timings)
 
 
 def _check_offered(request: ActivationRequest, description: EngineDescription) -> None:
@@ -215,13 +241,3 @@ def _check_offered(request: ActivationRequest, description: EngineDescription) -
             f"shard_format {request.shard_format!r} is not offered; ask for `npy`",
             code="shard_format_not_offered",
         )
-
-
-def _check_sites(sites: Sequence[HookSite], served: Served) -> None:
-    for site in sites:
-        if site.kind not in served.site_kinds:
-            raise NotOfferedError(
-                f"hook site {site} is not offered on {served.architecture}; offered kinds: "
-                f"{', '.join(served.site_kinds)}",
-                code="site_not_offered",
-            )

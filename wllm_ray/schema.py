@@ -6,7 +6,7 @@ which reports every bad row at once, so they stay plain JSON here.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -15,6 +15,7 @@ from wllm_ray.records import (
     ModelIdentity,
     RowFailure,
     SelfTestReport,
+    SiteSupport,
     TokenizerIdentity,
 )
 
@@ -26,7 +27,9 @@ __all__ = [
     "ExtractionSchema",
     "ModelCard",
     "ModelList",
+    "OfferedSite",
     "RowResult",
+    "ShardLayout",
 ]
 
 # Also the reader's rule: a dataset id is one plain path component.
@@ -34,6 +37,7 @@ DATASET_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 # No model comes near; longer numbers would only be echoed in errors.
 MAX_LAYER = 999_999
 DatasetId = Annotated[str, StringConstraints(pattern=DATASET_ID_PATTERN)]
+ShardLayout: TypeAlias = Literal["auto", "stacked", "per_site"]
 
 
 class _Message(BaseModel):
@@ -48,13 +52,26 @@ class ActivationRequest(_Message):
     layers: list[Annotated[int, Field(ge=0, le=MAX_LAYER)]] | None = None
     site: str = "block"
     sites: list[str] | None = None
-    position: str = "last_prompt"
+    position: Annotated[
+        str | dict[str, Any],
+        Field(
+            description="last_prompt, first, all_prompt, mean_prompt, index:0,-1, or "
+            '{"index": [0, -1]}; negative indices count from the end of the prompt.'
+        ),
+    ] = "last_prompt"
     capture_mode: Literal["replay", "online"] = "replay"
     persistence: Literal["none", "dataset", "full_trace"] = "none"
     batch_size: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = "auto"
     dataset_id: DatasetId | None = None
     storage_dtype: Literal["float32", "native", "float16"] = "float32"
     shard_format: Literal["npy", "arrow"] = "npy"
+    shard_layout: Annotated[
+        ShardLayout,
+        Field(
+            description="One array of all sites, or one file per site; auto stacks sites that are "
+            "equally wide."
+        ),
+    ] = "auto"
     rows_per_shard: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
 
 
@@ -89,18 +106,21 @@ class DatasetReference(_Message):
 class ActivationResponse(_Message):
     """Answer of ``POST /v1/activation-datasets``.
 
-    For JSON, ``features`` is the nested list [feature row][site][hidden]. For an Arrow stream the
-    same object without ``features`` and ``rows`` is the schema metadata ``wllm_ray.response``, and
-    rows and features are columns.
+    For JSON, ``features`` is the nested list [feature row][site][hidden], as long at each site as
+    ``site_widths`` says. For an Arrow stream the same object without ``features`` and ``rows`` is
+    the schema metadata ``wllm_ray.response``, and rows and features are columns.
+
+    ``shape`` is (feature rows, sites, hidden), the last None where the sites differ in width.
     """
 
     model: ModelIdentity
     tokenizer: TokenizerIdentity
     axes: tuple[str, ...]
     sites: tuple[str, ...]
+    site_widths: tuple[int, ...]
     position: str
     capture_mode: str
-    shape: tuple[int, ...]
+    shape: tuple[int, int, int | None]
     dtype: str
     rows: list[RowResult]
     features: list[list[list[float]]] | None
@@ -123,8 +143,10 @@ class ModelCard(_Message):
     hidden_size: int
     vocab_size: int
     max_model_len: int
-    site_kinds: tuple[str, ...]
+    layer_types: tuple[str, ...]
+    sites: tuple[SiteSupport, ...]
     positions: tuple[str, ...]
+    depth_bounded: bool
     fingerprint: Fingerprint
 
 
@@ -135,18 +157,39 @@ class ModelList(_Message):
     data: list[ModelCard]
 
 
+class OfferedSite(_Message):
+    """One hook site that may be asked for, by its canonical name."""
+
+    name: str
+    kind: str
+    layer: int | None
+    width: int
+
+
 class ExtractionSchema(_Message):
-    """Answer of ``GET /v1/extraction-schema``: what may be asked, from this replica's evidence."""
+    """Answer of ``GET /v1/extraction-schema``: what may be asked, from this replica's evidence.
+
+    Attributes:
+        layer_types: For each decoder block, what it is made of.
+        sites: Every hook site, kind by kind.
+        site_kinds: Kind → the layers that have it, or None where it belongs to no layer.
+        depth_bounded: Whether passes stop at the deepest block asked for.
+        precision: How this replica computes: ``native`` or ``matched``.
+    """
 
     model: str
     architecture: str
-    sites: list[str]
-    site_kinds: tuple[str, ...]
+    layer_types: tuple[str, ...]
+    sites: tuple[OfferedSite, ...]
+    site_kinds: dict[str, tuple[int, ...] | None]
     positions: tuple[str, ...]
+    depth_bounded: bool
+    precision: str
     capture_modes: tuple[str, ...]
     persistence: tuple[str, ...]
     storage_dtypes: tuple[str, ...]
     shard_formats: tuple[str, ...]
+    shard_layouts: tuple[str, ...]
     media_types: tuple[str, ...]
     max_body_bytes: int
     max_inline_bytes: int

@@ -6,13 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from wllm_ray.digest import canonical_json, request_digest
+from wllm_ray.errors import InvalidInputError
+from wllm_ray.positions import position_kind, resolve
 from wllm_ray.records import (
     CaptureIdentity,
     InputRow,
@@ -28,7 +30,14 @@ __all__ = [
     "Tokenizer",
     "make_record",
     "tokenize_rows",
+    "tokens_bound",
 ]
+
+# Tokens that no text stands for: those around a prompt, around a message, and what a chat template
+# says by itself (some carry a system prompt of their own).
+ADDED_TO_PROMPT = 16
+ADDED_TO_MESSAGE = 64
+ADDED_TO_MESSAGES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +97,39 @@ def make_record(
             metadata=row.metadata,
             identity=identity.model_dump(),
         ),
+        tokens_bound=tokens_bound(row.content),
         token_ids=None if token_ids is None else np.asarray(token_ids, dtype=np.int32),
         failure=failure,
     )
+
+
+def tokens_bound(content: Mapping[str, Any]) -> int:
+    """How many tokens a row may have, without a tokenizer; exact for token ids.
+
+    A byte-level tokenizer never makes more tokens than bytes; what it adds around a text, and a
+    chat template around messages, is allowed for. The bound serves planning alone: a tokenizer
+    that exceeds it makes a shard larger than its limit, nothing else.
+
+    Args:
+        content: Exactly one of ``prompt``, ``messages`` and ``token_ids``.
+    """
+    ((key, value),) = content.items()
+    if key == "token_ids":
+        return len(value)
+    if key == "prompt":
+        return _text_bytes(value) + ADDED_TO_PROMPT
+    return _text_bytes(value) + ADDED_TO_MESSAGE * len(value) + ADDED_TO_MESSAGES
+
+
+def _text_bytes(value: Any) -> int:
+    """UTF-8 bytes of all strings in a JSON value, the keys of objects left out."""
+    if isinstance(value, str):
+        return len(value.encode(errors="surrogatepass"))
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return 0
+    return sum(map(_text_bytes, value))
 
 
 def _refusal_before(row: InputRow, tokenizer: Tokenizer) -> RowFailure | None:
@@ -110,8 +149,8 @@ def _refusal_before(row: InputRow, tokenizer: Tokenizer) -> RowFailure | None:
     return None
 
 
-def _refusal_after(ids: Sequence[int], limits: TokenLimits) -> RowFailure | None:
-    """What is wrong with the ids themselves."""
+def _refusal_after(ids: Sequence[int], limits: TokenLimits, position: str) -> RowFailure | None:
+    """What is wrong with the ids themselves, or with asking for this position of them."""
     if not ids:
         return RowFailure.of("zero_tokens", "the row has no tokens; the model needs at least one")
     if len(ids) > limits.max_model_len:
@@ -120,13 +159,24 @@ def _refusal_after(ids: Sequence[int], limits: TokenLimits) -> RowFailure | None
             f"the row has {len(ids)} tokens and the model takes {limits.max_model_len}; "
             "shorten it or serve the model with a larger max_model_len",
         )
-    for position, token in enumerate(ids):
+    for place, token in enumerate(ids):
         if not 0 <= token < limits.vocab_size:
             shown = token if abs(token) < 10**12 else "a number too large to print"
             return RowFailure.of(
                 "token_out_of_vocabulary",
-                f"token id {shown} at position {position} is outside 0..{limits.vocab_size - 1}",
+                f"token id {shown} at position {place} is outside 0..{limits.vocab_size - 1}",
             )
+    return _outside(position, len(ids))
+
+
+def _outside(position: str, tokens: int) -> RowFailure | None:
+    """Why a row of this many tokens has no such position; None where it has."""
+    if position_kind(position) != "index":
+        return None
+    try:
+        resolve(position, tokens)
+    except InvalidInputError as error:
+        return RowFailure.of("position_out_of_range", error.message)
     return None
 
 
@@ -182,16 +232,16 @@ def tokenize_rows(
     )
     records = []
     for index, (row, refusal) in enumerate(zip(rows, refused, strict=True), start=first_index):
-        ids, failure = _settle(refusal or next(encoded), limits)
+        ids, failure = _settle(refusal or next(encoded), limits, identity.position)
         records.append(make_record(index, row, identity, token_ids=ids, failure=failure))
     return records
 
 
 def _settle(
-    outcome: list[int] | RowFailure, limits: TokenLimits
+    outcome: list[int] | RowFailure, limits: TokenLimits, position: str
 ) -> tuple[list[int] | None, RowFailure | None]:
     """Ids that can be run, or the reason why there are none."""
     if isinstance(outcome, RowFailure):
         return None, outcome
-    failure = _refusal_after(outcome, limits)
+    failure = _refusal_after(outcome, limits, position)
     return (None, failure) if failure else (outcome, None)

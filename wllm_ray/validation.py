@@ -2,18 +2,19 @@
 
 The fields are described from the model's JSON schema, so a union reads "a whole number from 1 to
 4096, or 'auto'" instead of one message per branch. Values may be prompts, so none but numbers is
-quoted unless the caller knows better.
+quoted unless the caller knows better. Fields by which people ask for what this product does not do
+are known by name, and the answer says what to do instead.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-__all__ = ["field_problems", "unknown_field"]
+__all__ = ["field_problems", "not_offered", "unknown_field"]
 
 _LONGEST_NUMBER = 10**12
 _WORDS = {
@@ -25,8 +26,69 @@ _WORDS = {
 _TYPES = {str: "a string", list: "a list", tuple: "a list", dict: "an object", type(None): "null"}
 
 
+class _Thing(NamedTuple):
+    """What is not done here, the fields by which people ask for it, and what to do instead."""
+
+    code: str
+    fields: str
+    instead: str
+
+
+_NOT_OFFERED = (
+    _Thing(
+        code="feature_not_offered",
+        fields="attention attentions attention_weights attention_pattern attn_weights "
+        "output_attentions",
+        instead="attention weights are not captured, since the engine's kernels never form them; "
+        "ask for the sites attn_out or attn_out_prelinear, or run Transformers with "
+        "output_attentions",
+    ),
+    _Thing(
+        code="feature_not_offered",
+        fields="intervention interventions steering steering_vector steering_vectors patch patches "
+        "activation_patching ablate ablation ablations",
+        instead="activations are read and never changed; capture them here, and intervene with a "
+        "hook on the model in Transformers",
+    ),
+    _Thing(
+        code="feature_not_offered",
+        fields="lora lora_request lora_name lora_path lora_modules enable_lora adapter adapters",
+        instead="adapters are not applied; merge the adapter into the weights and serve the merged "
+        "model",
+    ),
+    _Thing(
+        code="feature_not_offered",
+        fields="speculative speculative_config speculative_model num_speculative_tokens "
+        "draft_model",
+        instead="there is no speculative decoding, which would change nothing that is captured of "
+        "a prompt; leave the field out",
+    ),
+    _Thing(
+        code="parallelism_not_offered",
+        fields="tensor_parallel_size pipeline_parallel_size tensor_parallel pipeline_parallel "
+        "tp_size pp_size",
+        instead="capture runs on one GPU per replica; serve more replicas, or a smaller model or "
+        "dtype",
+    ),
+)
+
+
+def not_offered(name: str) -> tuple[str, str] | None:
+    """Whether a field that does not exist asks for something that this product does not do.
+
+    Returns:
+        (error code, what to say), or None.
+    """
+    for thing in _NOT_OFFERED:
+        if name.lower() in thing.fields.split():
+            return thing.code, f"{name!a} is not offered: {thing.instead}"
+    return None
+
+
 def unknown_field(name: str, fields: Iterable[str]) -> str:
-    """What to say of a field that does not exist, with the one that may have been meant."""
+    """What to say of a field that does not exist: what to do instead, or which may be meant."""
+    if refused := not_offered(name):
+        return refused[1]
     known = list(fields)
     close = difflib.get_close_matches(name, known, n=1)
     meant = f"; did you mean {close[0]!r}?" if close else "."

@@ -54,11 +54,11 @@ def crowded_engine(args, identity):
 class PoisonableEngine(FakeEngine):
     """Dies of rows with :data:`POISON`, with all that is in flight."""
 
-    async def extract_async(self, task):
+    async def capture_async(self, task):
         await asyncio.sleep(0.05)
         if any(POISON in row.token_ids for row in task.rows):
             os._exit(1)
-        return await super().extract_async(task)
+        return await super().capture_async(task)
 
 
 class SlowEngine(FakeEngine):
@@ -66,14 +66,14 @@ class SlowEngine(FakeEngine):
 
     folder: Path
 
-    async def extract_async(self, task):
+    async def capture_async(self, task):
         (self.folder / f"began-{task.rows[0].index}").touch()
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             (self.folder / f"cancelled-{task.rows[0].index}").touch()
             raise
-        return await super().extract_async(task)
+        return await super().capture_async(task)
 
 
 def fake_engine(kind, args, identity):

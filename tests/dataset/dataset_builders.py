@@ -9,6 +9,7 @@ import numpy as np
 from wllm_ray.dataset.manifest import DatasetSpec, ShardSpec
 from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard
 from wllm_ray.digest import canonical_json, request_digest, rows_digest
+from wllm_ray.positions import feature_rows_of, resolve
 from wllm_ray.records import (
     CapturedChunk,
     CaptureIdentity,
@@ -18,8 +19,10 @@ from wllm_ray.records import (
     RowFailure,
     RowRecord,
     SelfTestReport,
+    SiteSupport,
     TokenizerIdentity,
 )
+from wllm_ray.tokens import tokens_bound
 
 MODEL = ModelIdentity(name="tiny", revision="a" * 40, requested_revision="main")
 TOKENIZER = TokenizerIdentity(name="tiny", revision="b" * 40, chat_template_sha256=None)
@@ -59,8 +62,10 @@ def description(**changes) -> EngineDescription:
         hidden_size=HIDDEN,
         vocab_size=1000,
         max_model_len=128,
-        site_kinds=("resid_post",),
+        layer_types=("attention + mlp",) * 4,
+        sites=(SiteSupport(kind="resid_post", layers=(0, 1, 2, 3), width=HIDDEN),),
         positions=("last_prompt", "all_prompt"),
+        depth_bounded=True,
         fingerprint=fingerprint,
         versions={"numpy": "2", "wllm_ray": "0"},
         selftest=SELFTEST,
@@ -83,13 +88,15 @@ def make_rows(count: int, *, failed: Sequence[int] = (), sites=("L1_resid_post",
 def _row(index: int, identity, *, failed: bool) -> RowRecord:
     row_id = ("r-{}", "行-{}", "🙂 {}", "e\u0301{}")[index % 4].format(index)
     metadata = {"label": index % 2, "n": 10**30, "x": 1.0, "text": "\ud83d\u2028"}
+    content = {"prompt": f"p{index}"}
     return RowRecord(
         index=index,
         id=row_id,
         metadata_json=canonical_json(metadata).decode(),
         request_digest=request_digest(
-            row_id=row_id, content={"prompt": f"p{index}"}, metadata=metadata, identity=identity
+            row_id=row_id, content=content, metadata=metadata, identity=identity
         ),
+        tokens_bound=tokens_bound(content),
         token_ids=None if failed else np.arange(index, index + 2 + index % 3, dtype=np.int32),
         failure=RowFailure.of("too_long", "200 tokens, the model takes 128") if failed else None,
     )
@@ -97,17 +104,19 @@ def _row(index: int, identity, *, failed: bool) -> RowRecord:
 
 def make_spec(rows, /, *, dataset_id="d", per_shard=3, position="last_prompt", **changes):
     sites = changes.pop("sites", ("L1_resid_post",))
+    widths = changes.pop("site_widths", (HIDDEN,) * len(sites))
     shards = [rows[at : at + per_shard] for at in range(0, len(rows), per_shard)]
     fields = {
         "dataset_id": dataset_id,
         "model": MODEL,
         "tokenizer": TOKENIZER,
         "sites": sites,
+        "site_widths": widths,
         "position": position,
         "capture_mode": "replay",
         "storage_dtype": "float32",
         "shard_format": "npy",
-        "hidden_size": HIDDEN,
+        "shard_layout": "stacked" if len(set(widths)) == 1 else "per_site",
         "rows": len(rows),
         "max_rows_per_shard": per_shard,
         "max_bytes_per_shard": 1 << 20,
@@ -128,19 +137,36 @@ def rows_of(spec, rows, shard):
     return rows[asked.first_row : asked.first_row + asked.rows]
 
 
-def value_of(index: int, position: int = 0, site: int = 0) -> np.ndarray:
-    """What the fake model computes: [HIDDEN] float32."""
+def value_of(index: int, position: int = 0, site: int = 0, width: int = HIDDEN) -> np.ndarray:
+    """What the fake model computes: [width] float32."""
     start = 1000.0 * (site + 1) + 10.0 * index + position
-    return np.float32(start) + np.arange(HIDDEN, dtype=np.float32) / 8
+    return np.float32(start) + np.arange(width, dtype=np.float32) / 8
+
+
+def site_values(rows, spec, site: int) -> np.ndarray:
+    """What a dataset of these rows must hold of one site: [feature rows, width] float32."""
+    width = spec.site_widths[site]
+    values = [
+        value_of(row.index, position, site, width)
+        for row in rows
+        if row.failure is None
+        for position in _positions(spec.position, len(row.token_ids))
+    ]
+    return np.asarray(values, dtype=np.float32).reshape(-1, width)
+
+
+def _positions(position: str, tokens: int) -> Sequence[int]:
+    """Where the fake model reads; what stands for one vector of a row is read at 0."""
+    if position.startswith("index:"):
+        return resolve(position, tokens).tolist()
+    return range(feature_rows_of(position, tokens))
 
 
 def features_of(row, spec) -> np.ndarray:
-    length = len(row.token_ids) if spec.position == "all_prompt" else 1
-    values = [
-        [value_of(row.index, position, site) for site in range(len(spec.sites))]
-        for position in range(length)
-    ]
-    return np.asarray(values, dtype=np.float32)
+    """[feature rows, sum of widths] float32: the sites side by side."""
+    return np.concatenate(
+        [site_values([row], spec, site) for site in range(len(spec.sites))], axis=1
+    )
 
 
 def capture(rows, spec, *, failures=None, features=None, **description_changes) -> CapturedChunk:
@@ -153,11 +179,12 @@ def capture(rows, spec, *, failures=None, features=None, **description_changes) 
         if row.index not in failures
     }
     lengths = [len(blocks.get(row.index, ())) for row in rows]
-    empty = np.empty((0, len(spec.sites), spec.hidden_size), np.float32)
+    empty = np.empty((0, sum(spec.site_widths)), np.float32)
     return CapturedChunk(
         row_index=np.array([row.index for row in rows], np.int64),
         lengths=np.array(lengths, np.int64),
         features=np.concatenate([empty, *blocks.values()]).astype(np.float32),
+        widths=spec.site_widths,
         failures=failures,
         description=description(**description_changes),
         timings={"engine": 0.25},

@@ -19,6 +19,11 @@ from wllm_ray.dataset.store import open_store
 from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard, staged_shards
 from wllm_ray.errors import NotFoundError
 
+ASKED = {
+    "position": "all_prompt",
+    "sites": ("embed", "L1_attn_out_prelinear"),
+    "site_widths": (4, 6),
+}
 CALLS = ("mkdir", "write", "fsync", "link", "replace", "unlink")
 
 
@@ -26,7 +31,7 @@ def write(root):
     """The job: what a resubmission runs, too."""
     store = open_store(root)
     rows = make_rows(5, failed=[FAILED_ROW])
-    spec = make_spec(rows)
+    spec = make_spec(rows, **ASKED)
     create_spec(store, spec)
     done = staged_shards(store, spec)
     for shard in range(len(spec.shards)):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dataset_builders import HIDDEN, capture, make_rows, make_spec, value_of
+from dataset_builders import HIDDEN, capture, features_of, make_rows, make_spec, value_of
 
 from wllm_ray.dataset.assemble import assemble_shard
 from wllm_ray.errors import ConflictError, IntegrityError
@@ -43,14 +43,14 @@ def refused(match, spec, rows, chunks, code="rows_inconsistent"):
 def test_chunks_in_any_order_give_rows_in_order(spec, rows):
     chunks = [capture(rows[2:], spec), capture(rows[:2], spec)]
     assembled = assemble_shard(spec, 0, rows, chunks)
-    assert np.array_equal(joined(assembled)[:, 0], [value_of(i) for i in range(4)])
+    assert np.array_equal(joined(assembled), [value_of(i) for i in range(4)])
     assert [row.offset for row in assembled.outcomes] == [0, 1, 2, 3]
 
 
 def test_chunks_that_interleave(spec, rows):
     chunks = [capture(rows[1::2], spec), capture(rows[::2], spec)]
     assembled = assemble_shard(spec, 0, rows, chunks)
-    assert np.array_equal(joined(assembled)[:, 0], [value_of(i) for i in range(4)])
+    assert np.array_equal(joined(assembled), [value_of(i) for i in range(4)])
 
 
 def test_a_whole_chunk_is_not_copied(spec, rows):
@@ -70,7 +70,7 @@ def test_a_failed_row_shifts_nobody(rows):
         ("poisonous", None, 0),
         ("ok", 1, 1),
     ]
-    assert np.array_equal(joined(assembled)[:, 0], [value_of(0), value_of(3)])
+    assert np.array_equal(joined(assembled), [value_of(0), value_of(3)])
     assert (assembled.rows_failed, assembled.feature_rows) == (2, 2)
     assert assembled.transient == {}
 
@@ -78,8 +78,8 @@ def test_a_failed_row_shifts_nobody(rows):
 @pytest.mark.requirement("C-3")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_value_that_is_not_finite_fails_its_row_with_the_place(spec, rows, bad):
-    values = value_of(2)[None, None].copy()
-    values[0, 0, 3] = bad
+    values = value_of(2)[None].copy()
+    values[0, 3] = bad
     assembled = assemble_shard(spec, 0, rows, [capture(rows, spec, features={2: values})])
     failure = assembled.outcomes[2].failure
     assert (failure.code, failure.permanent) == ("non_finite", True)
@@ -87,17 +87,56 @@ def test_a_value_that_is_not_finite_fails_its_row_with_the_place(spec, rows, bad
         failure.message
     )
     assert "component 3" in failure.message
-    assert np.array_equal(joined(assembled)[:, 0], [value_of(i) for i in (0, 1, 3)])
+    assert np.array_equal(joined(assembled), [value_of(i) for i in (0, 1, 3)])
 
 
 @pytest.mark.requirement("C-3")
 def test_a_row_of_zeros_fails(spec, rows):
-    zeros = np.zeros((1, 1, HIDDEN), np.float32)
+    zeros = np.zeros((1, HIDDEN), np.float32)
     almost = zeros.copy()
-    almost[0, 0, 3] = 1e-30
+    almost[0, 3] = 1e-30
     chunk = capture(rows, spec, features={1: zeros, 2: almost})
     assembled = assemble_shard(spec, 0, rows, [chunk])
     assert [row.status for row in assembled.outcomes] == ["ok", "all_zero", "ok", "ok"]
+
+
+TWO_SITES = {
+    "per_site": {"sites": ("embed", "L1_attn_out_prelinear"), "site_widths": (4, 6)},
+    "stacked": {"sites": ("embed", "L1_attn_out"), "site_widths": (5, 5)},
+}
+
+
+@pytest.mark.requirement("C-3")
+@pytest.mark.parametrize("layout", TWO_SITES)
+@pytest.mark.parametrize(("site", "component"), [(0, 0), (0, 3), (1, 0), (1, 4)])
+def test_what_must_not_be_stored_names_site_and_place(rows, layout, site, component):
+    """At each end of each site, so that a column is not taken for its neighbour's."""
+    spec = make_spec(rows, per_shard=4, position="all_prompt", **TWO_SITES[layout])
+    column = component + site * spec.site_widths[0]
+    values = features_of(rows[2], spec)  # 4 tokens
+    values[3, column] = np.inf
+    zeros = features_of(rows[1], spec)  # 3 tokens
+    start = site * spec.site_widths[0]
+    zeros[1, start : start + spec.site_widths[site]] = 0
+    chunk = capture(rows, spec, features={1: zeros, 2: values})
+    zero, infinite = (one.failure for one in assemble_shard(spec, 0, rows, [chunk]).outcomes[1:3])
+    assert zero.code == "all_zero"
+    assert zero.message == f"every value of {spec.sites[site]} is zero at feature row 1 of the row"
+    assert infinite.code == "non_finite"
+    assert infinite.message == (
+        f"{spec.sites[site]} holds NaN or infinity, first at feature row 3 of the row, "
+        f"component {component}"
+    )
+
+
+@pytest.mark.requirement("C-3")
+def test_a_vector_that_only_begins_with_zero_is_good(rows):
+    spec = make_spec(rows, per_shard=4, position="all_prompt", **TWO_SITES["per_site"])
+    values = features_of(rows[2], spec)
+    values[:, [0, 4]] = 0
+    values[2, 1:3] = 0
+    assembled = assemble_shard(spec, 0, rows, [capture(rows, spec, features={2: values})])
+    assert [row.status for row in assembled.outcomes] == ["ok"] * 4
 
 
 def test_transient_failures_are_reported(spec, rows):
@@ -113,7 +152,7 @@ def test_a_retry_beats_a_transient_failure_in_any_order(spec, rows):
         assembled = assemble_shard(spec, 0, rows, chunks)
         assert [row.status for row in assembled.outcomes] == ["ok", "ok", "poisonous", "ok"]
         assert assembled.transient == {}
-        assert np.array_equal(joined(assembled)[:, 0], [value_of(i) for i in (0, 1, 3)])
+        assert np.array_equal(joined(assembled), [value_of(i) for i in (0, 1, 3)])
 
 
 def test_the_latest_transient_failure_is_told(spec, rows):
@@ -161,14 +200,16 @@ def test_length_and_failure_must_agree(spec, rows):
 def test_wrong_width_dtype_or_count(spec, rows):
     chunk = capture(rows, spec)
     wrong = (
-        chunk.features[:, :, :3],
+        chunk.features[:, :3],
         np.concatenate([chunk.features] * 2, axis=1),
         chunk.features[:3],
         chunk.features.astype(np.float64),
         chunk.features.astype(">f4"),
     )
-    for features in wrong:
-        bad = replace(chunk, features=features)
+    for bad in (
+        *(replace(chunk, features=features) for features in wrong),
+        replace(chunk, widths=(HIDDEN - 1, 1)),
+    ):
         refused("expected captured features of shape", spec, rows, [bad], code="array_invalid")
 
 
@@ -181,7 +222,7 @@ def test_lengths_must_fit_row_index(spec, rows):
 
 def test_features_that_are_not_contiguous_are_accepted(spec, rows):
     chunk = capture(rows, spec)
-    wide = np.concatenate([chunk.features] * 2, axis=2)[:, :, :HIDDEN]
+    wide = np.concatenate([chunk.features] * 2, axis=1)[:, :HIDDEN]
     assembled = assemble_shard(spec, 0, rows, [replace(chunk, features=wide)])
     assert np.array_equal(joined(assembled), chunk.features)
     assert joined(assembled).flags.c_contiguous
@@ -232,6 +273,10 @@ def test_the_position_decides_how_many_feature_rows(rows):
     refused("position all_prompt of 2 tokens cannot give 1", spec, rows, [one_each])
     last = make_spec(rows, per_shard=4)
     refused("cannot give 2 feature rows", last, rows, [capture(rows, spec)])
+    ends = make_spec(rows, per_shard=4, position="index:0,-1")
+    refused("position index:0,-1 of 3 tokens cannot give 3", ends, rows, [capture(rows, spec)])
+    mean = make_spec(rows, per_shard=4, position="mean_prompt")
+    refused("position mean_prompt of 2 tokens cannot give 2", mean, rows, [capture(rows, spec)])
 
 
 def test_a_shard_without_a_good_row():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from dataset_builders import FAILED_ROW, make_rows, write_dataset
+from kill_points import ASKED
 
 from wllm_ray.dataset.store import open_store
 
@@ -19,7 +20,8 @@ HERE = Path(__file__).parent
 
 def test_sigkill_before_every_write(tmp_path):
     rows = make_rows(5, failed=[FAILED_ROW])
-    expected = write_dataset(open_store("memory://never-killed"), rows).content_sha256
+    store = open_store("memory://never-killed")
+    expected = write_dataset(store, rows, **ASKED).content_sha256
     finished = subprocess.run(
         [sys.executable, str(HERE / "kill_points.py"), str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -28,7 +30,7 @@ def test_sigkill_before_every_write(tmp_path):
         env={"PYTHONPATH": f"{HERE}:{HERE.parents[1]}"},
     )
     points = [json.loads(line) for line in finished.stdout.splitlines()]
-    assert len(points) > 30
+    assert len(points) > 40
     assert points[-1]["survived"] is True
     good = [row.id for row in rows if row.failure is None]
     for point in points:

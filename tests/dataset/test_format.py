@@ -60,7 +60,7 @@ def test_the_page_names_every_key_column_and_code():
         assert f"| `{code}` | {stage} | {kind} | {meaning} |" in FORMAT
 
 
-@pytest.mark.parametrize("shape", [(0, 1, 4), (3, 1, 4), (123_456, 62, 8192)])
+@pytest.mark.parametrize("shape", [(0, 1, 4), (3, 1, 4), (123_456, 62, 8192), (0, 4), (3, 4)])
 def test_the_header_is_the_one_of_the_page_and_of_numpy(shape):
     by_hand = b"\x93NUMPY\x01\x00" + struct.pack("<H", 118)
     by_hand += f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode()
@@ -124,9 +124,21 @@ def plain_json(value):
     return text.encode()
 
 
-def test_every_digest_of_a_dataset_recomputed_with_hashlib_alone(local, tmp_path):
+ASKED = {
+    "stacked": {"sites": ("L1_resid_post",)},
+    "per_site": {
+        "sites": ("embed", "L3_attn_out_prelinear"),
+        "site_widths": (4, 6),
+        "position": "index:0,-1",
+    },
+}
+
+
+@pytest.mark.parametrize("layout", ASKED)
+def test_every_digest_of_a_dataset_recomputed_with_hashlib_alone(local, tmp_path, layout):
     rows = make_rows(5, failed=[FAILED_ROW])
-    write_dataset(local, rows)
+    asked = {"position": "last_prompt"} | ASKED[layout]
+    write_dataset(local, rows, **asked)
     folder = tmp_path / "root/datasets/d"
     manifest = json.loads((folder / "manifest.json").read_bytes())
     spec_bytes = (folder / "spec.json").read_bytes()
@@ -134,12 +146,13 @@ def test_every_digest_of_a_dataset_recomputed_with_hashlib_alone(local, tmp_path
 
     shards = []
     for number, shard in enumerate(manifest["shards"]):
-        features, table = shard["files"]
-        for entry in (features, table):
+        *features, table = shard["files"]
+        for entry in (*features, table):
             data = (folder / entry["name"]).read_bytes()
             assert entry["sha256"] == hashlib.sha256(data).hexdigest()
             assert entry["bytes"] == len(data)
-            suffix = ".npy" if entry["role"] == "features" else ".rows.arrow"
+            of_site = "" if entry["site"] is None else f".{entry['site']}"
+            suffix = f"{of_site}.npy" if entry["role"] == "features" else ".rows.arrow"
             assert entry["name"] == f"shard-{number:05d}-{entry['sha256'][:16]}{suffix}"
         receipt = (folder / f"shard-{number:05d}.receipt.json").read_bytes()
         assert shard["receipt_sha256"] == hashlib.sha256(receipt).hexdigest()
@@ -159,7 +172,7 @@ def test_every_digest_of_a_dataset_recomputed_with_hashlib_alone(local, tmp_path
                 "first_row": shard["first_row"],
                 "rows": shard["rows"],
                 "rows_sha256": shard["rows_sha256"],
-                "features_sha256": [features["sha256"]],
+                "features_sha256": [entry["sha256"] for entry in features],
             }
         )
     content = {
@@ -167,10 +180,11 @@ def test_every_digest_of_a_dataset_recomputed_with_hashlib_alone(local, tmp_path
         "spec": {
             "model_revision": "a" * 40,
             "tokenizer_revision": "b" * 40,
-            "sites": ["L1_resid_post"],
-            "position": "last_prompt",
+            "sites": list(asked["sites"]),
+            "position": asked["position"],
             "storage_dtype": "float32",
             "shard_format": "npy",
+            "shard_layout": layout,
             "max_rows_per_shard": 3,
             "max_bytes_per_shard": 1 << 20,
         },
@@ -183,10 +197,24 @@ def test_every_digest_of_a_dataset_recomputed_with_hashlib_alone(local, tmp_path
 def test_the_features_file_holds_the_good_rows_in_order(local, tmp_path):
     rows = make_rows(5, failed=[FAILED_ROW])
     manifest = write_dataset(local, rows)
-    name = manifest.shards[0].file("features").name
+    name = manifest.shards[0].features_files[0].name
     data = (tmp_path / "root/datasets/d" / name).read_bytes()
     expected = b"".join(value_of(index).astype("<f4").tobytes() for index in (0, 2))
     assert data == npy_header((2, 1, 4)) + expected
+
+
+def test_the_features_file_of_a_site_holds_that_site_alone(local, tmp_path):
+    rows = make_rows(5, failed=[FAILED_ROW])
+    manifest = write_dataset(local, rows, **ASKED["per_site"])
+    folder = tmp_path / "root/datasets/d"
+    for site, width in enumerate((4, 6)):
+        expected = [
+            value_of(index, position, site, width).astype("<f4").tobytes()
+            for index, last in ((0, 1), (2, 3))
+            for position in (0, last)
+        ]
+        data = (folder / manifest.shards[0].features_files[site].name).read_bytes()
+        assert data == npy_header((4, width)) + b"".join(expected)
 
 
 def test_the_rows_table_is_the_same_bytes_every_time(local):

@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 
 from wllm_ray.cli import app
 from wllm_ray.dataset.documents import read_manifest
-from wllm_ray.dataset.files import DatasetFiles
 from wllm_ray.dataset.manifest import document_bytes
 from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.rowtable import check_rows
+from wllm_ray.dataset.rowtable import read_rows
 from wllm_ray.dataset.shard import ROWS_SCHEMA
 from wllm_ray.dataset.store import open_store
 from wllm_ray.dataset.verify import verify_dataset
@@ -201,10 +200,12 @@ class Forged:
         self.folder = folder
         self.document = json.loads((folder / "manifest.json").read_bytes())
 
-    def replace_file(self, role, data):
-        entry = next(e for e in self.document["shards"][0]["files"] if e["role"] == role)
+    def replace_file(self, role, data, site=None):
+        files = self.document["shards"][0]["files"]
+        entry = next(e for e in files if (e["role"], e["site"]) == (role, site))
         digest = hashlib.sha256(data).hexdigest()
-        suffix = ".npy" if role == "features" else ".rows.arrow"
+        of_site = "" if site is None else f".{site}"
+        suffix = f"{of_site}.npy" if role == "features" else ".rows.arrow"
         entry.update(name=f"shard-00000-{digest[:16]}{suffix}", sha256=digest, bytes=len(data))
         (self.folder / entry["name"]).write_bytes(data)
 
@@ -216,12 +217,12 @@ class Forged:
                 "first_row": s["first_row"],
                 "rows": s["rows"],
                 "rows_sha256": s["rows_sha256"],
-                "features_sha256": [s["files"][0]["sha256"]],
+                "features_sha256": [e["sha256"] for e in s["files"] if e["role"] == "features"],
             }
             for s in self.document["shards"]
         ]
         manifest = self.document
-        names = ("sites", "position", "storage_dtype", "shard_format")
+        names = ("sites", "position", "storage_dtype", "shard_format", "shard_layout")
         limits = ("max_rows_per_shard", "max_bytes_per_shard")
         content = {
             "format": "wllm_ray.content/1",
@@ -390,21 +391,128 @@ def test_a_manifest_of_other_receipts_and_another_spec(folder):
     assert manifest_of(folder).position == "last_prompt"
 
 
-def test_lengths_must_fit_the_position(folder):
+@pytest.mark.parametrize("position", ["all_prompt", "index:0,-1"])
+def test_lengths_must_fit_the_position(folder, position):
     """A table that agrees with itself, under a position that it cannot have."""
-    files = DatasetFiles(open_store(folder.parents[1]), manifest_of(folder), "lazy")
-    shard = files.manifest.shards[0]
-    check_rows(files.rows(0), shard, files.manifest)
-    other = files.manifest.model_copy(update={"position": "all_prompt"})
+    shard = manifest_of(folder).shards[0]
+    data = (folder / shard.rows_file.name).read_bytes()
+    assert read_rows(data, shard, "mean_prompt").num_rows == 3
     refused(
         "rows_inconsistent",
-        "a row of 2 wanted positions has 1 feature rows",
-        lambda: check_rows(files.rows(0), shard, other),
+        "the lengths that the position gives contradict",
+        lambda: read_rows(data, shard, position),
     )
 
 
 def manifest_of(folder):
     return read_manifest((folder / "manifest.json").read_bytes())
+
+
+# --- one file for each site -----------------------------------------------------------------------
+
+SITES = ("L0_resid_post", "L1_attn_out_prelinear", "L2_mlp_out")
+
+
+@pytest.fixture
+def per_site(local, tmp_path):
+    rows = make_rows(5, failed=[FAILED_ROW])
+    widths = (4, 6, 4)
+    write_dataset(local, rows, position="all_prompt", sites=SITES, site_widths=widths)
+    return tmp_path / "root/datasets/d"
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_damaged_site_is_refused_and_the_others_are_not_read(per_site, site):
+    path = the(per_site, f"shard-00001*.{site}.npy")
+    flip(path)
+    dataset = load(per_site)
+    for other in set(SITES) - {site}:
+        assert dataset.site(other).shape[0] == 11
+        assert len(next(dataset.iter_batches(20, site=other)).features) == 11
+    for call in (
+        lambda: dataset.site(site),
+        lambda: dataset.select(["r-4"], site=site),
+        lambda: list(dataset.iter_batches(2, site=site)),
+        lambda: dataset.to_torch(site=site),
+        dataset.to_arrow,
+        lambda: load(per_site, verify="full"),
+    ):
+        refused("digest_mismatch", path.name, call)
+    assert faults(per_site) == [("digest_mismatch", path.name)]
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "a file of another site"])
+def test_a_site_without_its_whole_file_is_found_before_anything_is_read(per_site, damage):
+    path = the(per_site, "shard-00000*.L1_attn_out_prelinear.npy")
+    other = the(per_site, "shard-00000*.L2_mlp_out.npy").read_bytes()
+    code = "file_missing" if damage == "missing" else "size_mismatch"
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(other if damage == "a file of another site" else other[:-1])
+    refused(code, path.name, lambda: load(per_site, verify="off"))
+    assert faults(per_site) == [(code, path.name)]
+
+
+def test_the_files_of_two_sites_that_were_exchanged(per_site):
+    """They have the same shape, so only their digests tell."""
+    first, second = (the(per_site, f"shard-00000*.{site}.npy") for site in (SITES[0], SITES[2]))
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+    assert faults(per_site) == [("digest_mismatch", first.name), ("digest_mismatch", second.name)]
+    refused("digest_mismatch", first.name, lambda: load(per_site).site(SITES[0]))
+
+
+def test_a_file_of_a_site_that_no_record_names_is_told_and_never_read(per_site):
+    before = load(per_site).site(SITES[0]).copy()
+    copy = per_site / f"shard-00000-{'0' * 16}.{SITES[0]}.npy"
+    shutil.copy(the(per_site, f"shard-00000*.{SITES[2]}.npy"), copy)
+    report = verify_dataset(per_site.parents[1], "d")
+    assert report.ok
+    assert report.notes == (f"datasets/d/{copy.name}: {copy.stat().st_size} bytes, no record",)
+    assert np.array_equal(load(per_site, verify="full").site(SITES[0]), before)
+
+
+def test_a_forger_cannot_store_a_site_of_another_width(per_site):
+    forged = Forged(per_site)
+    wider = the(per_site, "shard-00000*.L1_attn_out_prelinear.npy").read_bytes()
+    forged.replace_file("features", wider, site=SITES[0])
+    forged.seal()
+    refused("size_mismatch", r"shape \(6, 4\) take 224 bytes, but 272", lambda: load(per_site))
+    forged.document["shards"][0]["files"][0]["shape"] = [6, 6]
+    forged.seal()
+    refused("array_invalid", r"expected features of shape \(6, 4\)", lambda: load(per_site))
+
+
+def test_a_forger_cannot_store_nan_in_one_site(per_site):
+    forged = Forged(per_site)
+    data = bytearray(the(per_site, f"shard-00000*.{SITES[2]}.npy").read_bytes())
+    data[-4:] = np.float32("nan").tobytes()
+    forged.replace_file("features", bytes(data), site=SITES[2])
+    forged.seal()
+    dataset = load(per_site)
+    assert dataset.site(SITES[0]).shape == (11, 4)
+    refused("values_not_finite", SITES[2], lambda: dataset.site(SITES[2]))
+
+
+def test_ragged_lengths_must_fit_the_token_ids(per_site):
+    """A table that agrees with itself and with the file, but gives a row another row's tokens."""
+
+    def moved(name, values):
+        return lambda table: changed_column(
+            table, name, lambda old: old.__setitem__(slice(None), values)
+        )
+
+    table = rows_table(per_site)
+    assert table["length"].to_pylist() == [2, 0, 4]
+    table = moved("length", [3, 0, 3])(table)
+    table = moved("offset", [0, None, 3])(table)
+    forged = Forged(per_site)
+    forged.replace_file("rows", arrow_file(table))
+    forged.seal()
+    match = "the lengths that the position gives contradict"
+    refused("rows_inconsistent", match, lambda: load(per_site).offsets)
+    assert [code for code, _ in faults(per_site)] == ["rows_inconsistent"]
 
 
 @pytest.mark.requirement("L-4")

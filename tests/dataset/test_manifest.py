@@ -160,7 +160,110 @@ def test_features_entry_must_fit(document):
 
 def test_both_files_and_no_other(document):
     document["shards"][0]["files"].reverse()
-    refused(resealed(document), "manifest_invalid", "one features file and one rows file")
+    match = "layout stacked has the files features, rows, in this order; found rows, features"
+    refused(resealed(document), "manifest_invalid", match)
+
+
+# --- one file for each site -----------------------------------------------------------------------
+
+WIDTHS = {"L0_resid_post": 4, "L1_attn_out_prelinear": 6, "L2_mlp_out": 4}
+
+
+@pytest.fixture(scope="module")
+def per_site_manifest():
+    return write_dataset(
+        open_store("memory://per-site-manifests"),
+        make_rows(5, failed=[FAILED_ROW]),
+        position="all_prompt",
+        sites=tuple(WIDTHS),
+        site_widths=tuple(WIDTHS.values()),
+    )
+
+
+@pytest.fixture
+def per_site(per_site_manifest):
+    return json.loads(document_bytes(per_site_manifest))
+
+
+def test_one_file_for_each_site_and_no_width_for_all(per_site_manifest):
+    assert read_manifest(document_bytes(per_site_manifest)) == per_site_manifest
+    assert per_site_manifest.shape == (11, 3, None)
+    for shard in per_site_manifest.shards:
+        assert [entry.site for entry in shard.features_files] == list(WIDTHS)
+        assert [entry.shape[1:] for entry in shard.features_files] == [(4,), (6,), (4,)]
+        assert all(
+            entry.name.endswith(f"-{entry.sha256[:16]}.{entry.site}.npy")
+            for entry in shard.features_files
+        )
+
+
+def change_files(document, change):
+    change(document["shards"][1]["files"])
+    return resealed(document)
+
+
+FILE_LIES = {
+    "missing": (lambda files: files.pop(1), "found features of 'L0_resid_post', features of 'L2_"),
+    "missing at the end": (lambda files: files.pop(2), "found features of 'L0_resid_post', featur"),
+    "duplicated": (lambda files: files.insert(1, files[0]), "of 'L0_resid_post', features of 'L0_"),
+    "one more": (
+        lambda files: files.insert(3, files[2] | {"site": "L3_mlp_out"}),
+        "features of 'L3_mlp_out', rows$",
+    ),
+    "in another order": (lambda files: files.insert(0, files.pop(1)), "found features of 'L1_attn"),
+    "under another site": (
+        lambda files: files[0].update(site="L2_mlp_out"),
+        "found features of 'L2_mlp_out', features of 'L1_attn",
+    ),
+    "under a path": (lambda files: files[0].update(site="../x"), r"found features of '\.\./x'"),
+    "of all sites": (lambda files: files[0].update(site=None), "found features, features of 'L1_"),
+    "rows of a site": (lambda files: files[3].update(site="embed"), "rows of 'embed'$"),
+    "two tables": (lambda files: files.append(files[3]), "rows, rows$"),
+}
+
+
+@pytest.mark.parametrize("lie", FILE_LIES)
+def test_each_way_the_files_of_the_sites_can_lie(per_site, lie):
+    change, match = FILE_LIES[lie]
+    refused(change_files(per_site, change), "manifest_invalid", match)
+
+
+def test_a_site_under_the_name_of_another(per_site):
+    def swap(files):
+        files[0]["name"] = files[0]["name"].replace("L0_resid_post", "L2_mlp_out")
+
+    match = r"expected the plain file name shard-00001-\w{16}\.L0_resid_post\.npy"
+    refused(change_files(per_site, swap), "name_invalid", match)
+
+
+def test_a_site_of_another_width(per_site):
+    def wider(files):
+        files[0]["shape"] = [5, 6]
+
+    refused(change_files(per_site, wider), "array_invalid", r"shape \(5, 4\).* found \(5, 6\)")
+    files = per_site["shards"][1]["files"]
+    files[0]["shape"] = [5, 4]
+    files[1]["bytes"] -= 8
+    refused(resealed(per_site), "size_mismatch", r"shape \(5, 6\) take 248 bytes, but 240")
+
+
+def test_another_number_of_feature_rows_in_one_site(per_site):
+    def shorter(files):
+        files[2]["shape"] = [4, 4]
+
+    refused(change_files(per_site, shorter), "array_invalid", r"shape \(5, 4\).* found \(4, 4\)")
+
+
+def test_another_layout_or_other_widths_are_another_spec(document, per_site):
+    refused(
+        resealed(document | {"shard_layout": "per_site"}),
+        "manifest_invalid",
+        "layout per_site has the files features of 'L1_resid_post', rows, in this order",
+    )
+    refused(resealed(document | {"site_widths": [6]}), "rows_inconsistent", "shape is")
+    refused(resealed(per_site | {"shard_layout": "stacked"}), "manifest_invalid", "be stacked")
+    refused(resealed(per_site | {"shape": [11, 3, 4]}), "rows_inconsistent", "shape is")
+    refused(resealed(per_site | {"site_widths": [4, 6]}), "manifest_invalid", "one width for each")
 
 
 def test_receipts_belong_to_their_spec_and_shard():
@@ -190,7 +293,17 @@ def test_receipts_belong_to_their_spec_and_shard():
         ({"max_rows_per_shard": 2}, "more rows than max_rows_per_shard"),
         ({"dataset_id": "../x"}, "dataset_id"),
         ({"storage_dtype": "float16"}, "storage_dtype"),
-        ({"hidden_size": 0}, "hidden_size"),
+        ({"site_widths": (0,)}, "site_widths"),
+        ({"site_widths": (4, 4)}, "not one width for each site"),
+        ({"site_widths": ()}, "not one width for each site"),
+        (
+            {"sites": ("embed", "L1_mlp_out"), "site_widths": (4, 6), "shard_layout": "stacked"},
+            "cannot be stacked",
+        ),
+        ({"shard_layout": "auto"}, "shard_layout"),
+        ({"position": "last-prompt"}, "canonical form"),
+        ({"position": "index:0, -1"}, "canonical form"),
+        ({"position": "index:one"}, "cannot read position"),
     ],
 )
 def test_a_spec_cannot_be_nonsense(changes, match):

@@ -32,11 +32,23 @@ def attempts(draw, count=7):
 
 
 @settings(max_examples=60, deadline=None)
-@given(attempts(), st.sampled_from(["last_prompt", "all_prompt"]))
-def test_any_chunking_gives_the_same_bytes(attempt, position):
+@given(
+    attempts(),
+    st.sampled_from(["last_prompt", "all_prompt", "mean_prompt", "index:0,-1"]),
+    st.sampled_from([((4,), "stacked"), ((4, 4), "stacked"), ((4, 4), "per_site"), ((2, 5), None)]),
+)
+def test_any_chunking_gives_the_same_bytes(attempt, position, layout):
     failed, runs, lost = attempt
+    widths, layout = layout
     rows = make_rows(7, failed=failed)
-    spec = make_spec(rows, per_shard=7, position=position)
+    spec = make_spec(
+        rows,
+        per_shard=7,
+        position=position,
+        sites=("embed", "L1_attn_out_prelinear")[: len(widths)],
+        site_widths=widths,
+        shard_layout=layout or "per_site",
+    )
     chunks = [
         capture(rows[start:stop], spec, failures={i: LOST for i in lost if start <= i < stop})
         for start, stop in runs
@@ -54,7 +66,8 @@ def test_any_chunking_gives_the_same_bytes(attempt, position):
     good = [row for row in rows if row.failure is None]
     assert dataset.row_ids == [row.id for row in good]
     expected = [features_of(row, spec) for row in good]
-    assert np.array_equal(dataset.features_3d, np.concatenate(expected))
+    side_by_side = np.concatenate([dataset.site(site) for site in spec.sites], axis=1)
+    assert np.array_equal(side_by_side, np.concatenate(expected))
     for index, one in enumerate(expected):
         start, stop = dataset.offsets[index : index + 2]
-        assert np.array_equal(dataset.features_3d[start:stop], one)
+        assert np.array_equal(side_by_side[start:stop], one)

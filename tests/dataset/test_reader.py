@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from dataset_builders import (
     make_rows,
     make_spec,
     rows_of,
+    site_values,
+    stage_all,
     value_of,
     write_dataset,
 )
@@ -25,7 +28,7 @@ from wllm_ray.dataset.reader import load_dataset
 from wllm_ray.dataset.store import open_store
 from wllm_ray.dataset.verify import inspect_dataset, verify_dataset
 from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard
-from wllm_ray.errors import InvalidInputError, NotFoundError
+from wllm_ray.errors import InvalidInputError, NotFoundError, NotOfferedError
 from wllm_ray.sites import HookSite
 
 pytestmark = pytest.mark.requirement("P-4")
@@ -130,7 +133,7 @@ def test_what_is_no_site_is_refused_with_what_is(ragged, name, match):
 
 def test_one_site_of_many_shards_is_gathered_alone(ragged, root):
     alone = load_dataset(root, "ragged").site("L2_mlp_out")  # afresh: nothing is gathered yet
-    assert alone.base.shape == (35, 1, 4)
+    assert alone.base is None  # no part of an array of all sites
     assert np.array_equal(alone, ragged.features[:, 1])
     assert np.array_equal(ragged.site("L2_mlp_out"), alone)
     assert np.shares_memory(ragged.site("L2_mlp_out"), ragged.features)
@@ -350,6 +353,203 @@ def test_few_remote_shards_are_kept_in_memory(rows):
     manifest = write_dataset(store, rows, per_shard=1)
     files = DatasetFiles(store, manifest, "lazy")
     for shard in range(14):
-        files.features(shard)
-    assert list(files._kept) == [10, 11, 12, 13]
-    assert np.array_equal(files.features(2)[0, 0], value_of(2))
+        files.array(shard, 0)
+    assert list(files._kept) == [(10, 0), (11, 0), (12, 0), (13, 0)]
+    assert np.array_equal(files.array(2, 0)[0, 0], value_of(2))
+
+
+# --- one file for each site -----------------------------------------------------------------------
+
+WIDTHS = (4, 6)
+POSITIONS = ("last_prompt", "all_prompt", "mean_prompt", "index:0,-1", "index:1,0,-1")
+
+
+@pytest.fixture(params=POSITIONS)
+def uneven(store, root, rows, request):
+    """Sites of different widths, rows over several shards."""
+    options = {"position": request.param, "sites": SITES, "site_widths": WIDTHS}
+    write_dataset(store, rows, dataset_id="uneven", **options)
+    return load_dataset(root, "uneven")
+
+
+@pytest.mark.requirement("C-8", "D-1")
+def test_sites_of_different_widths_at_every_position(uneven, rows, good):
+    spec = make_spec(rows, position=uneven.manifest.position, sites=SITES, site_widths=WIDTHS)
+    assert uneven.manifest.shard_layout == "per_site"
+    assert uneven.manifest.shape == (uneven.offsets[-1], 2, None)
+    table = uneven.to_arrow()
+    table.validate(full=True)
+    for number, site in enumerate(SITES):
+        expected = site_values(rows, spec, number)
+        assert np.array_equal(uneven.site(site), expected)
+        order = np.random.default_rng(3).permutation(len(expected))
+        for batches, wanted in (
+            (uneven.iter_batches(4, site=site), expected),
+            (uneven.iter_batches(4, site=site, shuffle=True, seed=3), expected[order]),
+        ):
+            assert np.array_equal(np.concatenate([b.features for b in batches]), wanted)
+        picked = [good[7], good[2], good[3]]
+        batch = uneven.select([row.id for row in picked], site=site)
+        assert np.array_equal(
+            batch.features, np.concatenate([site_values([row], spec, number) for row in picked])
+        )
+        column = table[site].combine_chunks()
+        vectors = column.flatten() if pa.types.is_large_list(column.type) else column
+        assert np.array_equal(vectors.to_pylist(), expected)
+    for number, row in enumerate(good):
+        start, stop = uneven.offsets[number : number + 2]
+        assert np.array_equal(uneven.site(SITES[1])[start:stop], site_values([row], spec, 1))
+
+
+def test_no_one_array_holds_sites_of_different_widths(uneven, good):
+    calls = (
+        lambda: uneven.features,
+        lambda: uneven.features_3d,
+        lambda: uneven.iter_batches(4),
+        lambda: uneven.select([good[0].id]),
+        uneven.to_torch,
+    )
+    for call in calls:
+        with pytest.raises(NotOfferedError, match=r"L2_mlp_out has 6.*one site by its name") as e:
+            call()
+        assert e.value.code == "widths_not_representable"
+    assert "× L0_resid_post, L2_mlp_out × 4, 6, tiny" in repr(uneven)
+
+
+def test_a_file_for_each_site_holds_what_one_file_of_all_does(store, rows):
+    torch = pytest.importorskip("torch")
+    options = {"position": "all_prompt", "sites": SITES}
+    write_dataset(store, rows, dataset_id="a", shard_layout="stacked", **options)
+    write_dataset(store, rows, dataset_id="b", shard_layout="per_site", **options)
+    write_dataset(store, rows, dataset_id="c", shard_layout="per_site", per_shard=99, **options)
+    stacked = load_dataset(store, "a")
+    ids = stacked.row_ids[::-2]
+    for name in ("b", "c"):
+        other = load_dataset(store, name)
+        assert stacked.manifest.content_sha256 != other.manifest.content_sha256
+        assert np.array_equal(other.features, stacked.features)
+        assert not other.features.flags.writeable
+        assert np.array_equal(other.select(ids).features, stacked.select(ids).features)
+        assert torch.equal(other.to_torch(), stacked.to_torch())
+        assert other.to_arrow().combine_chunks() == stacked.to_arrow().combine_chunks()
+        for shuffle in (False, True):
+            pairs = zip(
+                other.iter_batches(4, shuffle=shuffle),
+                stacked.iter_batches(4, shuffle=shuffle),
+                strict=True,
+            )
+            assert all(np.array_equal(one.features, two.features) for one, two in pairs)
+
+
+def test_one_site_with_a_file_to_itself_is_as_one_site(store, rows):
+    write_dataset(store, rows, shard_layout="per_site", per_shard=99)
+    dataset = load_dataset(store, "d")
+    assert dataset.manifest.shape == (12, 1, 4)
+    assert (dataset.features.shape, dataset.features_3d.shape) == ((12, 4), (12, 1, 4))
+    assert np.shares_memory(dataset.features, dataset.site("L1_resid_post"))
+
+
+def test_a_site_with_a_local_file_to_itself_is_mapped_and_not_copied(local):
+    torch = pytest.importorskip("torch")
+    dataset = one_shard(local, position="all_prompt", sites=SITES, site_widths=WIDTHS)
+    values = dataset.site(SITES[1])
+    base = values
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    assert isinstance(base, np.memmap)
+    assert np.shares_memory(values, next(iter(dataset.iter_batches(3, site=SITES[1]))).features)
+    column = dataset.to_arrow()[SITES[1]].chunk(0)
+    assert column.values.values.buffers()[1].address == values.ctypes.data
+    tensor = dataset.to_torch(site=SITES[1])
+    tensor += 1  # private memory: neither the file nor the dataset sees it
+    assert torch.equal(tensor, torch.from_numpy(values + 1))
+    assert dataset.verify().ok
+
+
+def opened_files(monkeypatch):
+    opened = []
+    mapped = files_module._mapped
+
+    def recording(path):
+        opened.append(path.name)
+        return mapped(path)
+
+    monkeypatch.setattr(files_module, "_mapped", recording)
+    return opened
+
+
+def test_one_site_is_read_from_its_own_files_alone(local, rows, monkeypatch):
+    write_dataset(local, rows, position="all_prompt", sites=SITES, site_widths=WIDTHS)
+    opened = opened_files(monkeypatch)
+    for read in (
+        lambda one: one.site(SITES[1]),
+        lambda one: list(one.iter_batches(4, site=SITES[1])),
+        lambda one: one.to_torch(site=SITES[1]),
+    ):
+        opened.clear()
+        read(load_dataset(local, "d"))
+        arrays = [name for name in opened if name.endswith(".npy")]
+        assert len(arrays) == 5
+        assert all(name.endswith(f".{SITES[1]}.npy") for name in arrays)
+
+
+def test_selected_rows_are_read_from_their_own_shards_alone(local, rows, monkeypatch):
+    write_dataset(local, rows, position="all_prompt", sites=SITES)
+    dataset = load_dataset(local, "d")
+    opened = opened_files(monkeypatch)
+    dataset.select([rows[4].id, rows[3].id])
+    assert [name[:11] for name in opened if name.endswith(".npy")] == ["shard-00001"]
+
+
+@pytest.mark.requirement("C-8")
+def test_a_row_of_one_token_has_its_first_and_last_twice(store, root):
+    rows = make_rows(3)
+    rows[1] = replace(rows[1], token_ids=np.array([7], np.int32))
+    spec = make_spec(rows, position="index:0,-1", sites=SITES)
+    stage_all(store, spec, rows)
+    commit_manifest(store, "d")
+    dataset = load_dataset(root, "d", verify="full")
+    assert dataset.offsets.tolist() == [0, 2, 4, 6]
+    first, last = dataset.select([rows[1].id]).features
+    assert np.array_equal(first, last)
+    assert np.array_equal(first, [value_of(1, 0, 0), value_of(1, 0, 1)])
+    assert np.array_equal(
+        dataset.features[4:],
+        [
+            [value_of(2, 0, 0), value_of(2, 0, 1)],
+            [value_of(2, 3, 0), value_of(2, 3, 1)],
+        ],
+    )
+
+
+def test_no_good_row_at_all_in_files_of_their_own(store, root):
+    rows = make_rows(2, failed=[0, 1])
+    spec = make_spec(rows, sites=SITES, site_widths=WIDTHS, position="all_prompt")
+    create_spec(store, spec)
+    stage_shard(store, spec, 0, rows, [])
+    manifest = commit_manifest(store, "d")
+    assert [entry.bytes for entry in manifest.shards[0].features_files] == [128, 128]
+    dataset = load_dataset(root, "d", verify="full")
+    assert [dataset.site(site).shape for site in SITES] == [(0, 4), (0, 6)]
+    assert list(dataset.iter_batches(4, site=SITES[0])) == []
+    assert dataset.to_arrow().num_rows == 0
+
+
+def test_an_unknown_site_is_refused_by_all_who_take_one(dataset):
+    for call in (
+        lambda: dataset.iter_batches(4, site="L3_mlp_out"),
+        lambda: dataset.select([], site="L3_mlp_out"),
+        lambda: dataset.to_torch(site="L3_mlp_out"),
+    ):
+        with pytest.raises(InvalidInputError, match="does not have site L3_mlp_out; it has L1_r"):
+            call()
+
+
+def test_as_many_remote_shards_are_kept_of_every_site(rows):
+    store = open_store("memory://many-files")
+    manifest = write_dataset(store, rows, per_shard=1, sites=SITES, site_widths=WIDTHS)
+    files = DatasetFiles(store, manifest, "lazy")
+    for shard in range(14):
+        for site in (0, 1):
+            files.features(shard, site)
+    assert list(files._kept) == [(shard, site) for shard in range(10, 14) for site in (0, 1)]

@@ -13,6 +13,7 @@ import pytest
 from dataset_builders import (
     FAILED_ROW,
     capture,
+    features_of,
     make_rows,
     make_spec,
     rows_of,
@@ -128,7 +129,7 @@ def test_staging_twice_is_a_success_that_changes_nothing(store, spec, rows):
 def test_the_first_receipt_stands_and_the_second_is_told(store, spec, rows):
     create_spec(store, spec)
     first = stage(store, spec, rows, 0)
-    other = stage(store, spec, rows, 0, features={0: value_of(99)[None, None]})
+    other = stage(store, spec, rows, 0, features={0: value_of(99)[None]})
     assert (other.created, other.superseded) == (False, True)
     assert other.receipt == first.receipt
     (orphan,) = orphans(store, "d")
@@ -174,7 +175,7 @@ def test_a_shard_without_a_good_row_is_a_shard(store):
     rows = make_rows(6, failed=[0, 1, 2])
     manifest = write_dataset(store, rows)
     assert manifest.shape == (3, 1, 4)
-    assert manifest.shards[0].file("features").bytes == 128
+    assert manifest.shards[0].features_files[0].bytes == 128
     assert manifest.fingerprint is not None
     assert manifest.selftest is not None
 
@@ -439,10 +440,10 @@ def test_no_document_holds_a_path_or_prompt(local, tmp_path, rows):
 def test_a_damaged_file_under_the_standing_receipt_is_told(store, spec, rows):
     """This attempt's bytes are others, so they do not heal the file of the first."""
     create_spec(store, spec)
-    entry = stage(store, spec, rows, 0).receipt.file("features")
+    entry = stage(store, spec, rows, 0).receipt.features_files[0]
     store.put(f"datasets/d/{entry.name}", b"x" * entry.bytes, mode="overwrite")
     with pytest.raises(IntegrityError, match=entry.name) as error:
-        stage(store, spec, rows, 0, features={0: value_of(99)[None, None]})
+        stage(store, spec, rows, 0, features={0: value_of(99)[None]})
     assert error.value.code == "digest_mismatch"
 
 
@@ -451,3 +452,67 @@ def test_the_spec_of_another_dataset(store, spec):
     store.put("datasets/e/spec.json", store.get("datasets/d/spec.json"))
     with pytest.raises(IntegrityError, match="is that of 'd'; rename the folder back to 'd'"):
         load_spec(store, "e")
+
+
+# --- one file for each site -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def per_site(rows):
+    sites = ("embed", "L1_attn_out_prelinear", "L2_mlp_out")
+    return make_spec(rows, position="all_prompt", sites=sites, site_widths=(4, 6, 4))
+
+
+def test_every_site_has_a_file_of_its_own(store, per_site, rows):
+    stage_all(store, per_site, rows)
+    receipts = staged_shards(store, per_site)
+    names = {key.rpartition("/")[2] for key, _ in store.list("datasets")}
+    for receipt in receipts.values():
+        assert [entry.site for entry in receipt.features_files] == list(per_site.sites)
+        assert {entry.name for entry in receipt.files} <= names
+    assert orphans(store, "d") == []
+    assert stage(store, per_site, rows, 0).created is False
+    assert commit_manifest(store, "d").shape == (20, 3, None)
+
+
+@pytest.mark.requirement("D-3")
+@pytest.mark.parametrize("site", [0, 1, 2])
+def test_other_bytes_of_any_site_are_told(store, per_site, rows, site):
+    create_spec(store, per_site)
+    first = stage(store, per_site, rows, 0)
+    values = features_of(rows[2], per_site)
+    values[-1, sum(per_site.site_widths[: site + 1]) - 1] += 1
+    other = stage(store, per_site, rows, 0, features={2: values})
+    assert (other.created, other.superseded, other.receipt) == (False, True, first.receipt)
+    (orphan,) = orphans(store, "d")
+    assert orphan[0].endswith(f".{per_site.sites[site]}.npy")
+
+
+@pytest.mark.requirement("D-5")
+@pytest.mark.parametrize("site", ["embed", "L1_attn_out_prelinear", "L2_mlp_out"])
+@pytest.mark.parametrize("code", ["size_mismatch", "digest_mismatch", "file_missing"])
+def test_resuming_over_one_damaged_site_fails_closed(store, per_site, rows, site, code):
+    stage_all(store, per_site, rows)
+    key = next(k for k, _ in store.list("datasets") if k.endswith(f".{site}.npy") and "00001" in k)
+    data = store.get(key)
+    store.delete(key)
+    if code != "file_missing":
+        store.put(key, DAMAGE[code](data))
+    with pytest.raises(IntegrityError, match=key) as error:
+        staged_shards(store, per_site)
+    assert error.value.code == code
+
+
+@pytest.mark.requirement("D-2", "D-3")
+def test_layout_is_part_of_the_content_and_chunking_is_not(store, rows):
+    asked = {"sites": ("embed", "L2_mlp_out"), "position": "index:0,-1"}
+    stacked = write_dataset(store, rows, dataset_id="stacked", **asked)
+    spec = make_spec(rows, dataset_id="split", shard_layout="per_site", **asked)
+    create_spec(store, spec)
+    for shard in (2, 0, 1):
+        part = rows_of(spec, rows, shard)
+        chunks = [capture([row], spec) for row in reversed(part) if row.failure is None]
+        stage_shard(store, spec, shard, part, chunks)
+    split = commit_manifest(store, "split")
+    again = write_dataset(store, rows, dataset_id="again", shard_layout="per_site", **asked)
+    assert split.content_sha256 == again.content_sha256 != stacked.content_sha256

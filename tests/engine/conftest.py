@@ -1,16 +1,19 @@
 """Real vLLM on the CPU, one engine after the other in this process; Transformers is the truth."""
 
 import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import numpy as np
 import pytest
-from reference import Reference
+from reference import RemoteReference
 from tiny_models import VOCAB, build_tiny_model
 
-from wllm_ray.capture.vllm_engine import VLLMEngine
+from wllm_ray.capture.coverage import SitesWanted
+from wllm_ray.capture.vllm_capture import VLLMCapture
 from wllm_ray.records import CaptureTask, ModelIdentity, TokenizerIdentity, TokenRow
 from wllm_ray.sites import HookSite
 
@@ -32,13 +35,21 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
+def transformers_process():
+    """A process with Transformers as it is: vLLM changes those of its classes that it runs."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory, transformers_process):
     """``tiny_model("qwen3")`` → its directory; built once."""
     built = {}
 
     def build(family):
         if family not in built:
-            built[family] = build_tiny_model(family, tmp_path_factory.mktemp(family) / family)
+            path = tmp_path_factory.mktemp(family) / family
+            built[family] = transformers_process.submit(build_tiny_model, family, path).result()
         return built[family]
 
     return build
@@ -53,7 +64,7 @@ def open_engine(tiny_model):
         tokenizer = TokenizerIdentity(
             name=f"tiny-{family}", revision="sha256:test", chat_template_sha256=None
         )
-        return VLLMEngine(
+        return VLLMCapture(
             str(path or tiny_model(family)),
             model_identity=identity,
             tokenizer_identity=tokenizer,
@@ -64,16 +75,11 @@ def open_engine(tiny_model):
 
 
 @pytest.fixture(scope="session")
-def reference(tiny_model):
+def reference(tiny_model, transformers_process):
     """``reference("qwen3")`` → Transformers in float32, one prompt at a time, without padding."""
-    loaded = {}
-
-    def load(family, dtype="float32"):
-        if (family, dtype) not in loaded:
-            loaded[family, dtype] = Reference(tiny_model(family), dtype)
-        return loaded[family, dtype]
-
-    return load
+    return lambda family, dtype="float32": RemoteReference(
+        transformers_process, tiny_model(family), family, dtype
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +95,24 @@ def prompts_of(lengths, seed=0):
     return [random.integers(3, VOCAB, length).astype(np.int32) for length in lengths]
 
 
-def task_of(prompts, layers=(0, 1, 2, 3), first_index=0):
-    """A task for the last prompt token of each prompt."""
+def task_of(prompts, layers=(0, 1, 2, 3), first_index=0, *, sites=None, position="last_prompt"):
+    """A task for the stream after these blocks, or for ``sites`` by name."""
+    stream = tuple(HookSite(layer, "resid_post") for layer in layers)
     return CaptureTask(
-        sites=tuple(HookSite(layer, "resid_post") for layer in layers),
-        position="last_prompt",
+        sites=stream if sites is None else tuple(HookSite.parse(name) for name in sites),
+        position=position,
         rows=tuple(TokenRow(first_index + i, ids) for i, ids in enumerate(prompts)),
+    )
+
+
+def wanted_of(engine, *sites):
+    """What the engine's inner parts are told of these sites, by name."""
+    readings = engine._anatomy.readings
+    parsed = tuple(HookSite.parse(name) for name in sites)
+    return SitesWanted(
+        sites=parsed,
+        widths=tuple(readings[site].width for site in parsed),
+        depth=max(readings[site].depth for site in parsed),
     )
 
 
@@ -102,6 +120,11 @@ def relative_l2(found, expected):
     """[...] relative L2 over the last axis, in float64."""
     difference = np.linalg.norm(found.astype(np.float64) - expected, axis=-1)
     return difference / np.linalg.norm(expected.astype(np.float64), axis=-1)
+
+
+def stacked(chunk):
+    """[feature rows, sites, width] of a chunk whose sites are equally wide."""
+    return chunk.features.reshape(len(chunk.features), len(chunk.widths), -1)
 
 
 def idle(engine):

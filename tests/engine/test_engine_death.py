@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from conftest import prompts_of, task_of
+from conftest import prompts_of, task_of, wanted_of
 from tiny_models import MAX_LEN
 
 from wllm_ray.capture.admission import Limits
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.requirement("R-5", "C-3")
 
 @pytest.fixture
 def fresh(open_engine):
-    with open_engine("qwen3") as started:
+    with open_engine("qwen3", selftest=False) as started:
         yield started
 
 
@@ -31,7 +31,7 @@ async def test_a_failing_engine_fails_all_work_and_never_spins(fresh, monkeypatc
         raise RuntimeError("CUDA error: an illegal memory access")
 
     monkeypatch.setattr(driver, "step", broken)
-    work = [fresh.extract_async(task_of(prompts_of([300] * 9), (layer,))) for layer in (0, 1)]
+    work = [fresh.capture_async(task_of(prompts_of([300] * 9), (layer,))) for layer in (0, 1)]
     for result in await asyncio.gather(*work, return_exceptions=True):
         assert isinstance(result, CaptureError)
         assert result.code == "engine_dead"
@@ -42,7 +42,7 @@ async def test_a_failing_engine_fails_all_work_and_never_spins(fresh, monkeypatc
     with pytest.raises(CaptureError, match="the engine failed"):
         fresh.check()
     with pytest.raises(CaptureError) as error:
-        fresh.extract(task_of(prompts_of([5])))
+        fresh.capture(task_of(prompts_of([5])))
     assert error.value.code == "engine_dead"
     fresh._loop._thread.join(10)
     assert not fresh._loop._thread.is_alive()
@@ -58,10 +58,10 @@ def test_a_pass_that_hangs_is_noticed_by_check(fresh, monkeypatch):
 
     monkeypatch.setattr(loop.driver, "step", slow)
     monkeypatch.setattr(loop, "_progress_limit_s", 0.05)
-    job = loop.submit(fresh._chunk([], (0,), None))
+    job = loop.submit(fresh._chunk([], wanted_of(fresh, "embed"), None))
     job.done.result()
     fresh.check()
-    waiting = threading.Thread(target=fresh.extract, args=(task_of(prompts_of([5])),))
+    waiting = threading.Thread(target=fresh.capture, args=(task_of(prompts_of([5])),))
     waiting.start()
     while loop._pass_started is None:
         time.sleep(0.001)
@@ -75,7 +75,7 @@ def test_a_pass_that_hangs_is_noticed_by_check(fresh, monkeypatch):
 def test_a_scheduler_that_runs_nothing_is_a_dead_engine(fresh, monkeypatch):
     monkeypatch.setattr(fresh._loop.driver._core, "step", lambda: ({}, False))
     with pytest.raises(CaptureError, match="ran no token") as error:
-        fresh.extract(task_of(prompts_of([5])))
+        fresh.capture(task_of(prompts_of([5])))
     assert error.value.code == "engine_dead"
 
 
@@ -89,6 +89,7 @@ def test_closing_fails_what_is_in_flight(fresh):
 
 def test_a_split_that_was_not_planned_fails_the_row(fresh, monkeypatch):
     """Where rows are promised to the bit, a scheduler that splits elsewhere breaks the promise."""
+    monkeypatch.setattr(fresh._loop, "strict_splits", True)
     driver = fresh._loop.driver
     step = driver.step
 
@@ -98,7 +99,7 @@ def test_a_split_that_was_not_planned_fails_the_row(fresh, monkeypatch):
         return finished
 
     monkeypatch.setattr(driver, "step", pretend)
-    chunk = fresh.extract(task_of(prompts_of([5]), (0,)))
+    chunk = fresh.capture(task_of(prompts_of([5]), (0,)))
     assert chunk.failures[0].code == "engine_failed"
     assert "ran positions 0 to 3" in chunk.failures[0].message
 
@@ -113,7 +114,7 @@ def test_a_request_that_the_engine_forgot_is_a_dead_engine(fresh, monkeypatch):
 
     monkeypatch.setattr(driver, "step", forget)
     with pytest.raises(CaptureError, match="ran no token") as error:
-        fresh.extract(task_of(prompts_of([5]), (0,)))
+        fresh.capture(task_of(prompts_of([5]), (0,)))
     assert error.value.code == "engine_dead"
 
 

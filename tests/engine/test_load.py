@@ -5,10 +5,12 @@ import time
 
 import numpy as np
 import pytest
-from conftest import idle, prompts_of, relative_l2, task_of
+from conftest import idle, prompts_of, relative_l2, stacked, task_of
 from tiny_models import MAX_LEN, VOCAB
 
+from wllm_ray.capture.hooks import SiteHooks
 from wllm_ray.capture.protocol import Engine
+from wllm_ray.capture.staging import HostStager
 from wllm_ray.errors import CaptureError, InvalidInputError, NotOfferedError
 from wllm_ray.records import CaptureTask, TokenRow
 from wllm_ray.sites import HookSite
@@ -17,7 +19,7 @@ TIGHT = 1e-4
 
 
 def features_alone(engine, prompts, layers):
-    return np.concatenate([engine.extract(task_of([p], layers)).features for p in prompts])
+    return np.concatenate([engine.capture(task_of([p], layers)).features for p in prompts])
 
 
 @pytest.mark.requirement("P-3")
@@ -30,19 +32,19 @@ async def test_chunks_with_other_layers_share_passes(engine, reference):
     prompts = prompts_of([3, 70, 12, 130, 1, 9, 40, 64, 65, 5], seed=7)
     layer_sets = [(0,), (3, 1), (2, 0, 3), (1,)]
     chunks = await asyncio.gather(
-        *(engine.extract_async(task_of(prompts, layers)) for layers in layer_sets)
+        *(engine.capture_async(task_of(prompts, layers)) for layers in layer_sets)
     )
     expected = reference("qwen3").all_rows(prompts)
     for layers, chunk in zip(layer_sets, chunks, strict=True):
-        assert chunk.features.shape[1] == len(layers)
-        assert relative_l2(chunk.features, expected[:, list(layers)]).max() <= TIGHT
+        assert stacked(chunk).shape[1] == len(layers)
+        assert relative_l2(stacked(chunk), expected[:, list(layers)]).max() <= TIGHT
     assert idle(engine)
 
 
 @pytest.mark.requirement("C-2", "C-3")
 def test_the_same_prompt_many_times_and_more_rows_than_slots(engine):
     (prompt,) = prompts_of([20])
-    chunk = engine.extract(task_of([prompt] * 40, (2,)))
+    chunk = engine.capture(task_of([prompt] * 40, (2,)))
     assert chunk.failures == {}
     assert (chunk.features == chunk.features[0]).all()
 
@@ -59,7 +61,7 @@ def test_bad_rows_fail_alone(engine):
         np.array([5, -1, 6], dtype=np.int32),
         good[2],
     ]
-    chunk = engine.extract(task_of(prompts, (0, 3), first_index=100))
+    chunk = engine.capture(task_of(prompts, (0, 3), first_index=100))
     assert {index: f.code for index, f in chunk.failures.items()} == {
         100: "zero_tokens",
         102: "too_long",
@@ -75,18 +77,20 @@ def test_bad_rows_fail_alone(engine):
 
 @pytest.mark.requirement("C-3")
 def test_a_task_without_runnable_rows(engine):
-    chunk = engine.extract(task_of([np.array([], dtype=np.int32)], (0, 1)))
-    assert chunk.features.shape == (0, 2, engine.description.hidden_size)
-    assert engine.extract(task_of([], (0,))).features.shape[0] == 0
+    chunk = engine.capture(task_of([np.array([], dtype=np.int32)], (0, 1)))
+    assert chunk.features.shape == (0, 2 * engine.description.hidden_size)
+    assert engine.capture(task_of([], (0,))).features.shape[0] == 0
 
 
 @pytest.mark.requirement("C-17")
 @pytest.mark.parametrize(
     ("sites", "position", "kind", "code"),
     [
-        ((HookSite(0, "resid_mid"),), "last_prompt", NotOfferedError, "site_not_offered"),
-        ((HookSite(None, "final_norm"),), "last_prompt", NotOfferedError, "site_not_offered"),
-        ((HookSite(0, "resid_post"),), "all_prompt", NotOfferedError, "position_not_offered"),
+        ((HookSite(0, "mamba_out"),), "last_prompt", NotOfferedError, "site_not_offered"),
+        ((HookSite(1, "moe_out"),), "last_prompt", NotOfferedError, "site_not_offered"),
+        ((HookSite(0, "resid_post"),), "all_generated", NotOfferedError, "position_not_offered"),
+        ((HookSite(0, "resid_post"),), "somewhere", InvalidInputError, "invalid_position"),
+        ((HookSite(0, "resid_post"),), "index:1,1", InvalidInputError, "invalid_position"),
         ((HookSite(4, "resid_post"),), "last_prompt", InvalidInputError, "layer_out_of_range"),
         ((HookSite(1, "resid_post"),) * 2, "last_prompt", InvalidInputError, "invalid_site"),
         ((), "last_prompt", InvalidInputError, "invalid_site"),
@@ -95,7 +99,7 @@ def test_a_task_without_runnable_rows(engine):
 def test_what_is_not_offered_is_refused_before_it_runs(engine, sites, position, kind, code):
     rows = (TokenRow(0, np.array([5, 6], dtype=np.int32)),)
     with pytest.raises(kind) as error:
-        engine.extract(CaptureTask(sites=sites, position=position, rows=rows))
+        engine.capture(CaptureTask(sites=sites, position=position, rows=rows))
     assert error.value.code == code
 
 
@@ -104,14 +108,14 @@ def test_row_indices_must_ascend(engine):
     row = TokenRow(3, np.array([5, 6], dtype=np.int32))
     task = CaptureTask(sites=(HookSite(0, "resid_post"),), position="last_prompt", rows=(row, row))
     with pytest.raises(InvalidInputError, match="row indices must ascend"):
-        engine.extract(task)
+        engine.capture(task)
 
 
 @pytest.mark.requirement("R-7")
 async def test_a_cancelled_chunk_frees_everything_and_the_engine_goes_on(engine):
-    before = engine.extract(task_of(prompts_of([30]), (1,))).features
-    running = asyncio.create_task(engine.extract_async(task_of(prompts_of([300] * 60), (0,))))
-    beside = asyncio.create_task(engine.extract_async(task_of(prompts_of([30]), (1,))))
+    before = engine.capture(task_of(prompts_of([30]), (1,))).features
+    running = asyncio.create_task(engine.capture_async(task_of(prompts_of([300] * 60), (0,))))
+    beside = asyncio.create_task(engine.capture_async(task_of(prompts_of([30]), (1,))))
     await asyncio.sleep(0.05)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -123,37 +127,36 @@ async def test_a_cancelled_chunk_frees_everything_and_the_engine_goes_on(engine)
 
 @pytest.mark.requirement("C-3")
 async def test_a_hook_that_raises_fails_its_rows_only(engine, monkeypatch):
-    hooks = engine._loop.driver.capture.hooks
-    gather = type(hooks)._gather
+    take_part = SiteHooks._take_part
 
-    def faulty(self, layer, work, output):
-        if layer == 2:
+    def faulty(self, site, *given):
+        if site == HookSite(2, "resid_post"):
             raise ValueError("planted")
-        gather(self, layer, work, output)
+        take_part(self, site, *given)
 
-    monkeypatch.setattr(type(hooks), "_gather", faulty)
+    monkeypatch.setattr(SiteHooks, "_take_part", faulty)
     prompts = prompts_of([10, 20])
     bad, good = await asyncio.gather(
-        engine.extract_async(task_of(prompts, (2, 3))),
-        engine.extract_async(task_of(prompts, (1, 3))),
+        engine.capture_async(task_of(prompts, (2, 3))),
+        engine.capture_async(task_of(prompts, (1, 3))),
     )
     assert {f.code for f in bad.failures.values()} == {"hook_failed"}
-    assert bad.failures[0].message == "the hook of block 2 raised ValueError; the log has more"
+    assert bad.failures[0].message == "the hook of L2_resid_post raised ValueError; the log has more"
     assert not bad.failures[0].permanent
     assert bad.features.shape[0] == 0
     assert good.failures == {}
     monkeypatch.undo()
-    assert engine.extract(task_of(prompts, (2,))).failures == {}
+    assert engine.capture(task_of(prompts, (2,))).failures == {}
 
 
 @pytest.mark.requirement("C-3")
 def test_a_pass_that_cannot_be_read_fails_its_rows_and_never_the_engine(engine, monkeypatch):
     monkeypatch.setattr(engine._loop.driver.capture, "begin", lambda _: 1 / 0)
-    chunk = engine.extract(task_of(prompts_of([10, 100]), (0,)))
+    chunk = engine.capture(task_of(prompts_of([10, 100]), (0,)))
     assert {f.code for f in chunk.failures.values()} == {"hook_failed"}
     assert "ZeroDivisionError" in chunk.failures[0].message
     monkeypatch.undo()
-    assert engine.extract(task_of(prompts_of([10, 100]), (0,))).failures == {}
+    assert engine.capture(task_of(prompts_of([10, 100]), (0,))).failures == {}
 
 
 @pytest.mark.requirement("C-3")
@@ -161,30 +164,29 @@ def test_other_token_ids_in_the_engine_are_noticed(engine, monkeypatch):
     driver = engine._loop.driver
     add = type(driver).add
 
-    def other(self, request_id, token_ids, num_logprobs):
-        add(self, request_id, [(i + 1) % VOCAB for i in token_ids], num_logprobs)
+    def other(self, request_id, token_ids, **options):
+        add(self, request_id, [(i + 1) % VOCAB for i in token_ids], **options)
 
     monkeypatch.setattr(type(driver), "add", other)
-    chunk = engine.extract(task_of(prompts_of([10]), (0,)))
+    chunk = engine.capture(task_of(prompts_of([10]), (0,)))
     assert chunk.failures[0].code == "token_mismatch"
     assert "position 0" in chunk.failures[0].message
 
 
 @pytest.mark.requirement("C-3", "C-10")
 def test_values_that_cannot_be_right_fail_the_row(engine, monkeypatch):
-    hooks = engine._loop.driver.capture.hooks
-    stage = type(hooks._stager).stage
+    stage = HostStager.stage
 
-    def spoilt(self, layer, rows):
+    def spoilt(self, site, rows):
         rows = rows.clone()
         rows[0, 5] = float("nan")
         rows[1] = 0
-        return stage(self, layer, rows)
+        return stage(self, site, rows)
 
-    monkeypatch.setattr(type(hooks._stager), "stage", spoilt)
-    chunk = engine.extract(task_of(prompts_of([4, 5, 6]), (3,)))
+    monkeypatch.setattr(HostStager, "stage", spoilt)
+    chunk = engine.capture(task_of(prompts_of([4, 5, 6]), (3,)))
     assert {i: f.code for i, f in chunk.failures.items()} == {0: "non_finite", 1: "all_zero"}
-    assert "position 3 of block 3 is not finite, first at hidden index 5" in (
+    assert "position 3 of L3_resid_post is not finite, first at hidden index 5" in (
         chunk.failures[0].message
     )
     assert chunk.features.shape[0] == 1

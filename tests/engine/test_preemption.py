@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import SPLIT, idle, prompts_of, relative_l2, task_of
+from conftest import SPLIT, idle, prompts_of, relative_l2, task_of, wanted_of
 from tiny_models import LAYERS
 
 from wllm_ray.capture.coverage import RowsWanted
@@ -49,7 +49,8 @@ def crowded(small, monkeypatch):
 
 
 def capture(engine, rows):
-    chunk = engine._loop.submit(engine._chunk(rows, LAYERS_WANTED, None)).done.result(60).capture
+    sites = wanted_of(engine, *(f"L{layer}_resid_post" for layer in LAYERS_WANTED))
+    chunk = engine._loop.submit(engine._chunk(rows, sites, None)).done.result(60).capture
     chunk.prove()
     return chunk
 
@@ -74,27 +75,29 @@ def test_what_is_run_again_is_counted_and_the_first_capture_stands(
     assert [row.failure for row in chunk.rows] == [None] * len(prompts)
     assert (chunk.counts == 1).all()
     model = reference("qwen3")
-    expected = [model.rows_at(row.token_ids, row.positions)[:, LAYERS_WANTED] for row in rows]
-    assert relative_l2(chunk.features, np.concatenate(expected)).max() <= TIGHT
+    expected = np.concatenate(
+        [model.rows_at(row.token_ids, row.positions)[:, LAYERS_WANTED] for row in rows]
+    )
+    assert relative_l2(chunk.features.reshape(expected.shape), expected).max() <= TIGHT
     assert idle(small)
 
 
 @pytest.mark.requirement("D-3")
 def test_a_row_promised_to_the_bit_is_that_row_or_fails_for_now(small, crowded, monkeypatch):
     prompts = prompts_of(LENGTHS, seed=22)
-    rough = small.extract(task_of(prompts, LAYERS_WANTED))
+    rough = small.capture(task_of(prompts, LAYERS_WANTED))
     assert crowded
     assert rough.failures
     assert {f.code for f in rough.failures.values()} == {"engine_failed"}
     assert not any(f.permanent for f in rough.failures.values())
     assert idle(small)
     monkeypatch.undo()
-    right = small.extract(task_of(prompts, LAYERS_WANTED))
+    right = small.capture(task_of(prompts, LAYERS_WANTED))
     assert right.failures == {}
     assert right.recaptured == 0
     kept = [i for i in range(len(prompts)) if i not in rough.failures]
     assert np.array_equal(rough.features, right.features[kept])
-    again = small.extract(task_of(prompts[::-1], LAYERS_WANTED))
+    again = small.capture(task_of(prompts[::-1], LAYERS_WANTED))
     assert np.array_equal(again.features[::-1], right.features)
 
 
@@ -111,9 +114,9 @@ async def test_a_prompt_that_is_cancelled_between_its_prefill_chunks_leaves_noth
         go_on.wait(30)
         return finished
 
-    before = small.extract(task_of(prompts_of([30]), (1,))).features
+    before = small.capture(task_of(prompts_of([30]), (1,))).features
     monkeypatch.setattr(driver, "step", pause)
-    running = asyncio.create_task(small.extract_async(task_of(prompts_of([4 * SPLIT]), (0,))))
+    running = asyncio.create_task(small.capture_async(task_of(prompts_of([4 * SPLIT]), (0,))))
     assert await asyncio.to_thread(first.wait, 30)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -121,18 +124,18 @@ async def test_a_prompt_that_is_cancelled_between_its_prefill_chunks_leaves_noth
     monkeypatch.undo()
     go_on.set()
     assert await asyncio.to_thread(idle, small)
-    assert np.array_equal(small.extract(task_of(prompts_of([30]), (1,))).features, before)
+    assert np.array_equal(small.capture(task_of(prompts_of([30]), (1,))).features, before)
 
 
 def test_a_request_that_ends_without_its_rows_fails(small, monkeypatch):
     driver = small._loop.driver
     add = driver.add
 
-    def add_and_forget(request_id, *args):
-        add(request_id, *args)
+    def add_and_forget(request_id, *args, **kwargs):
+        add(request_id, *args, **kwargs)
         driver.capture.router.release(request_id)
 
     monkeypatch.setattr(driver, "add", add_and_forget)
-    chunk = small.extract(task_of(prompts_of([9]), (0,)))
+    chunk = small.capture(task_of(prompts_of([9]), (0,)))
     assert chunk.failures[0].code == "position_missing"
     assert not chunk.failures[0].permanent

@@ -35,14 +35,14 @@ triton.backends.backends["cpu"] = _Backend
 from conftest import SPLIT, prompts_of, relative_l2, task_of
 from reference import Reference
 
-from wllm_ray.capture.vllm_engine import VLLMEngine
+from wllm_ray.capture.vllm_capture import VLLMCapture
 from wllm_ray.records import ModelIdentity, TokenizerIdentity
 
 
 def main(model):
     prompts = prompts_of([1, 1, 7, 8, 20, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 1, 33, 5, 90])
     expected = Reference(model, "float32").all_rows(prompts)
-    with VLLMEngine(
+    with VLLMCapture(
         model,
         model_identity=ModelIdentity(name="tiny", revision="sha256:test"),
         tokenizer_identity=TokenizerIdentity(
@@ -52,7 +52,7 @@ def main(model):
         max_num_seqs=8,
     ) as engine:
         runner = engine._loop.driver._core.model_executor.driver_worker.worker.model_runner
-        chunk = engine.extract(task_of(prompts))
+        chunk = engine.capture(task_of(prompts))
     print(
         json.dumps(
             {

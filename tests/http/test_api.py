@@ -10,47 +10,21 @@ import numpy as np
 import pytest
 
 from tests.fakes import HIDDEN_SIZE, MODEL, Application, FakeEngine, fake_description, serving
+from tests.http.calls import PATH, ROWS, body, caller, error_of, post
 from wllm_ray.dataset.store import open_store
-from wllm_ray.digest import canonical_json
 from wllm_ray.errors import ERROR_CODES, UnavailableError
 from wllm_ray.extraction import ExtractionLimits
 from wllm_ray.records import RowFailure
 from wllm_ray.schema import ActivationResponse, ExtractionSchema, ModelList
 from wllm_ray.wire import ARROW_STREAM, JSON, NPY, decode_arrow
 
-PATH = "/v1/activation-datasets"
-ROWS = [{"id": "a", "prompt": "one"}, {"id": "b", "prompt": "two", "metadata": {"n": 1}}]
 ROW_BYTES = HIDDEN_SIZE * 4
-
-
-def caller(app, **options) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app", **options)
-
-
-def body(**changes) -> dict:
-    return {"model": MODEL, "rows": ROWS, "layers": [1]} | changes
-
-
-async def post(app, request, *, accept: str = JSON, **headers) -> httpx.Response:
-    content = request if isinstance(request, bytes) else canonical_json(request)
-    async with caller(app) as client:
-        return await client.post(PATH, content=content, headers={"Accept": accept, **headers})
 
 
 async def until(condition) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110 (the code under test offers no event)
             await asyncio.sleep(0.005)
-
-
-def error_of(response: httpx.Response, status: int) -> dict:
-    """The error object; proves that the shape is the one that is documented."""
-    assert response.status_code == status, response.text
-    value = response.json()
-    assert set(value) == {"error"}
-    assert set(value["error"]) == {"code", "message", "stage", "details"}
-    assert value["error"]["code"] in ERROR_CODES
-    return value["error"]
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -129,7 +103,6 @@ async def test_what_is_served_is_described():
             (await client.get("/v1/extraction-schema")).content
         )
     assert models.data[0].id == MODEL
-    assert "L3_resid_mid" in schema.sites
     assert schema.error_codes == ERROR_CODES
     assert schema.persistence == ("none",)
 
@@ -259,8 +232,11 @@ async def test_a_dataset_without_a_storage_root_is_refused():
         ({"sites": ["L1_block"]}, 422, "invalid_site"),
         ({"site": "nowhere"}, 422, "invalid_site"),
         ({"site": "mamba_out"}, 422, "site_not_offered"),
-        ({"position": "all_prompt"}, 422, "position_not_offered"),
-        ({"position": "everywhere"}, 422, "position_not_offered"),
+        ({"position": "all_generated"}, 422, "position_not_offered"),
+        ({"position": "everywhere"}, 422, "invalid_position"),
+        ({"position": {"index": [0, 0]}}, 422, "invalid_position"),
+        ({"position": 0}, 422, "invalid_request"),
+        ({"shard_layout": "flat"}, 422, "invalid_request"),
         ({"capture_mode": "online"}, 422, "capture_mode_not_offered"),
         ({"persistence": "full_trace"}, 422, "persistence_not_offered"),
         ({"storage_dtype": "float16"}, 422, "storage_dtype_not_offered"),
@@ -310,11 +286,14 @@ async def test_a_form_that_is_not_offered_is_406():
 
 
 @pytest.mark.requirement("H-2")
-async def test_a_result_over_the_bound_says_how_many_rows_fit():
+async def test_a_result_over_the_bound_says_how_much_fits():
     app = Application(limits=ExtractionLimits(max_inline_bytes=ROW_BYTES))
     error = error_of(await post(app, body()), 413)
     assert error["code"] == "result_too_large"
-    assert "send at most 1 rows a request" in error["message"]
+    assert (
+        "2 feature rows of 32, and the bound is 32, 1 feature rows; send fewer"
+        in (error["message"])
+    )
     assert error["details"] == {"bytes": 2 * ROW_BYTES, "max_inline_bytes": ROW_BYTES}
     assert app.engine.tasks == 0
 
@@ -456,7 +435,7 @@ async def test_a_replica_that_goes_once_is_not_noticed_by_the_caller():
 @pytest.mark.requirement("D-7")
 async def test_chunks_of_different_engines_are_not_mixed_in_one_answer():
     app = Application()
-    extract = app.engine.extract
+    capture = app.engine.capture
     other = fake_description().fingerprint.model_copy(update={"engine_version": "2"})
 
     def alternate(task):
@@ -464,9 +443,9 @@ async def test_chunks_of_different_engines_are_not_mixed_in_one_answer():
             fake_description(fingerprint=other) if app.engine.tasks else fake_description()
         )
         app.engine.description = description
-        return extract(task)
+        return capture(task)
 
-    app.engine.extract = alternate
+    app.engine.capture = alternate
     error = error_of(await post(app, body(batch_size=1)), 500)
     assert error["code"] == "capture_failed"
     assert "2 engines that may differ numerically" in error["message"]

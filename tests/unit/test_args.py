@@ -40,7 +40,24 @@ def test_text_from_the_command_line_becomes_the_fields_type():
     assert AppArgs.model_validate({"model": "m", "num_gpus": "auto"}).num_gpus == "auto"
 
 
-@pytest.mark.parametrize("bad", [{"threads": "two"}, {"num_gpus": 2}, {"dtype": "int8"}])
+@pytest.mark.requirement("R-1")
+def test_how_a_replica_computes_is_chosen_by_its_arguments():
+    args = AppArgs(model="m")
+    assert (args.precision, args.prefix_caching, args.depth_bounded) == ("native", False, True)
+    told = {"precision": "matched", "prefix_caching": "true", "depth_bounded": "false"}
+    args = AppArgs.model_validate({"model": "m", **told})
+    assert (args.precision, args.prefix_caching, args.depth_bounded) == ("matched", True, False)
+
+
+@pytest.mark.requirement("C-17")
+def test_what_is_not_offered_is_told_with_what_to_do_instead():
+    (said,) = problems_of({"model": "m", "tensor_parallel_size": 2})
+    assert "'tensor_parallel_size' is not offered: capture runs on one GPU per replica" in said
+
+
+@pytest.mark.parametrize(
+    "bad", [{"threads": "two"}, {"num_gpus": 2}, {"dtype": "int8"}, {"precision": "exact"}]
+)
 def test_a_wrong_value_is_an_error_that_names_its_key(bad):
     with pytest.raises(ValidationError, match=next(iter(bad))):
         AppArgs.model_validate({"model": "m", **bad})

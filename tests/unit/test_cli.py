@@ -596,6 +596,22 @@ def test_a_cluster_that_answers_is_found():
 
 
 @pytest.mark.requirement("L-1")
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "no model was named"),
+        ({"model": "./no/such/model"}, "[model_not_found]"),
+    ],
+)
+def test_a_self_test_that_cannot_begin_fails(settings, said):
+    pytest.importorskip("torch")
+    check = checks(self_test=True, **settings)["self-test"]
+    assert (check.status, said in check.found) == ("fail", True)
+    assert check.advice
+    assert "self-test" not in checks(**settings), "it has to be asked for"
+
+
+@pytest.mark.requirement("L-1")
 def test_the_command_exits_with_two_when_a_check_fails():
     good = run("doctor", "--json", "--dashboard-url", NOBODY)
     report = json.loads(good.stdout)

@@ -28,7 +28,7 @@ from wllm_ray.dataset.reader import load_dataset
 from wllm_ray.dataset.store import open_store
 from wllm_ray.extraction import ExtractionLimits
 from wllm_ray.records import RowFailure
-from wllm_ray.sites import HookSite
+from wllm_ray.sites import HookSite, parse_site
 
 WLLM = [sys.executable, "-c", "from wllm_ray.cli import main; main()"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,6 +209,62 @@ def test_sites_are_asked_for_in_any_spelling(job, options, sites):
     assert job.dataset().manifest.position == "last_prompt"
 
 
+@pytest.mark.requirement("L-3", "C-8")
+@pytest.mark.parametrize(
+    ("position", "stored", "lengths"),
+    [
+        ("first", "first", [1, 1]),
+        ("all_prompt", "all_prompt", [3, 4]),
+        ("mean_prompt", "mean_prompt", [1, 1]),
+        ("index:0,-1", "index:0,-1", [2, 2]),
+        ("index:-1, 0", "index:-1,0", [2, 2]),
+        ("index:3", "index:3", [1]),
+    ],
+)
+def test_positions_are_asked_for_as_text(job, position, stored, lengths):
+    write_rows(job.rows, [{"id": "a", "prompt": "one"}, {"id": "b", "prompt": "four"}])
+    result = job.run(position=position)
+    assert result.exit_code == (1 if len(lengths) < 2 else 0), result.stderr
+    dataset = job.dataset()
+    assert dataset.manifest.position == stored
+    assert np.diff(dataset.offsets).tolist() == lengths
+    last = np.array(list(b"four"), np.int32)
+    expected = fake_features(last, [HookSite(1, "resid_post")], stored)
+    assert np.array_equal(dataset.features[-len(expected) :], expected)
+    if len(lengths) < 2:
+        assert result.summary["failures_by_code"] == {"position_out_of_range": 1}
+
+
+@pytest.mark.requirement("L-3", "D-1")
+@pytest.mark.parametrize(
+    ("options", "layout", "files"),
+    [
+        ({"hook-site": "L1_attn_out_prelinear"}, "per_site", 2),
+        ({"hook-site": "embed"}, "stacked", 1),
+        ({"hook-site": "embed", "shard-layout": "per_site"}, "per_site", 2),
+    ],
+)
+def test_sites_share_a_file_or_have_one_each(job, options, layout, files):
+    result = job.run(position="all_prompt", **options)
+    assert result.exit_code == 0, result.stderr
+    dataset = job.dataset()
+    assert dataset.manifest.shard_layout == layout
+    assert len(list(job.output.glob("datasets/d/*.npy"))) == files
+    site = parse_site(options["hook-site"])
+    row = np.array(list(b"prompt 3"), np.int32)
+    start, stop = dataset.offsets[3:5]
+    assert np.array_equal(
+        dataset.site(str(site))[start:stop], fake_features(row, [site], "all_prompt")
+    )
+
+
+def test_help_says_what_each_position_gives():
+    wide = {"COLUMNS": "200"}
+    text = " ".join(CliRunner().invoke(wllm, ["activations", "--help"], env=wide).stdout.split())
+    for words in ("last_prompt", "first", "all_prompt", "mean_prompt", "index:0,-1", "per_site"):
+        assert words in text
+
+
 def test_layers_may_be_given_one_by_one(job):
     assert job.run("--layer", "3", "--layer", "0").exit_code == 0
     assert job.dataset().manifest.sites == ("L1_resid_post", "L3_resid_post", "L0_resid_post")
@@ -259,7 +315,16 @@ def test_a_file_without_rows_is_an_error(job, data):
         ({"layer": "all,1"}, "invalid_argument"),
         ({"site": "mamba_out"}, "site_not_offered"),
         ({"hook-site": "L1_block"}, "invalid_site"),
-        ({"position": "all_prompt"}, "position_not_offered"),
+        ({"layer": "2", "site": "attn_out"}, "site_not_offered"),
+        ({"position": "all_generated"}, "position_not_offered"),
+        ({"position": "everywhere"}, "invalid_position"),
+        ({"position": "index:"}, "invalid_position"),
+        ({"position": "index:0,0"}, "invalid_position"),
+        ({"shard-layout": "flat"}, "invalid_argument"),
+        (
+            {"hook-site": "L1_attn_out_prelinear", "shard-layout": "stacked"},
+            "widths_not_representable",
+        ),
         ({"batch-size": "0"}, "invalid_argument"),
         ({"dataset-id": "../up"}, None),
         ({"output": "ftp://x"}, "invalid_argument"),

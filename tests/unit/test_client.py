@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,7 @@ from tests.fakes import (
     Application,
     FakeEngine,
     FakeTokenizer,
+    fake_activation,
     fake_description,
     fake_features,
     serving,
@@ -21,8 +23,7 @@ from tests.fakes import (
 from wllm_ray.client import AsyncWLLMClient, WLLMClient
 from wllm_ray.client.border import error_from_response, translated
 from wllm_ray.client.connection import Connection
-from wllm_ray.client.inputs import as_list, input_rows
-from wllm_ray.client.remote import request_bodies, sent_row
+from wllm_ray.client.remote import Remote, check_answer, request_bodies, sent_row
 from wllm_ray.dataset.reader import load_dataset
 from wllm_ray.dataset.store import open_store
 from wllm_ray.digest import canonical_json, parse_json
@@ -31,6 +32,7 @@ from wllm_ray.errors import (
     CaptureError,
     InvalidInputError,
     NotFoundError,
+    NotOfferedError,
     OverloadedError,
     RowsFailedError,
     TooLargeError,
@@ -40,9 +42,12 @@ from wllm_ray.errors import (
     error_class,
 )
 from wllm_ray.extraction import ExtractionLimits
+from wllm_ray.inputs import as_list, input_rows
 from wllm_ray.plan import ShardLimits
-from wllm_ray.records import CaptureIdentity, InputRow, RowFailure
-from wllm_ray.sites import HookSite
+from wllm_ray.records import CaptureIdentity, Chunk, InputRow, RowFailure
+from wllm_ray.requests import select
+from wllm_ray.schema import ActivationResponse, ExtractionSchema
+from wllm_ray.sites import HookSite, parse_site
 
 SOURCES = Path(__file__).resolve().parents[2]
 IDENTITY = CaptureIdentity(
@@ -201,6 +206,146 @@ def test_a_dataset_built_here_has_the_digest_of_one_that_the_server_commits(tmp_
     assert load_dataset(store, there.manifest.dataset_id).verify().ok
 
 
+def activation(text: str, place: int, site: HookSite, width: int = HIDDEN_SIZE) -> np.ndarray:
+    return fake_activation(ids_of(text)[: place + 1], site, width)
+
+
+@pytest.mark.requirement("P-1", "C-8")
+@pytest.mark.parametrize("persist", [False, True])
+def test_all_tokens_of_each_input_come_back_with_offsets(tmp_path, persist):
+    app = Application(open_store(tmp_path))
+    with client_of(app, artifact_root=tmp_path) as client:
+        dataset = client.extract_activations(
+            MODEL, ["one", "", "four"], layers=1, position="all_prompt", persist=persist
+        )
+    assert dataset.features.shape == (7, HIDDEN_SIZE)
+    assert dataset.offsets.tolist() == [0, 3, 7]
+    assert dataset.row_ids == ["row-000000", "row-000002"]
+    site = HookSite(1, "resid_post")
+    second = dataset.features[dataset.offsets[1] : dataset.offsets[2]]
+    assert np.array_equal(second, np.stack([activation("four", n, site) for n in range(4)]))
+
+
+@pytest.mark.requirement("P-1", "C-8")
+def test_chosen_tokens_come_back_in_the_order_asked_for():
+    with client_of(Application()) as client:
+        dataset = client.extract_activations(
+            MODEL, ["one", "x", "four"], layers=[1], position={"index": [-1, 1]}
+        )
+    assert dataset.manifest.position == "index:-1,1"
+    assert dataset.failures["row-000001"].code == "position_out_of_range"
+    site = HookSite(1, "resid_post")
+    expected = [activation("one", 2, site), activation("one", 1, site)]
+    assert np.array_equal(dataset.features[:2], np.stack(expected))
+    assert dataset.offsets.tolist() == [0, 2, 4]
+
+
+@pytest.mark.requirement("P-1", "D-1")
+@pytest.mark.parametrize("persist", [False, True])
+def test_sites_of_unequal_width_are_read_one_by_one(tmp_path, persist):
+    app = Application(open_store(tmp_path))
+    widths = {"L1_resid_post": HIDDEN_SIZE, "L1_attn_out_prelinear": 12, "embed": HIDDEN_SIZE}
+    with client_of(app, artifact_root=tmp_path) as client:
+        dataset = client.extract_activations(
+            MODEL, ["one", "two"], sites=list(widths), position="all_prompt", persist=persist
+        )
+    for name, width in widths.items():
+        site = parse_site(name)
+        expected = [activation(t, n, site, width) for t in ("one", "two") for n in range(3)]
+        assert np.array_equal(dataset.site(name), np.stack(expected)), name
+    with pytest.raises(NotOfferedError, match="L1_attn_out_prelinear"):
+        _ = dataset.features_3d
+
+
+@pytest.mark.requirement("P-1", "D-1", "D-3")
+@pytest.mark.parametrize("position", ["all_prompt", "index:0,-1", "mean_prompt"])
+@pytest.mark.parametrize("layout", ["auto", "per_site"])
+def test_a_ragged_dataset_has_one_digest_wherever_it_is_built(tmp_path, layout, position):
+    limits = ExtractionLimits(shard=ShardLimits(max_rows=5, max_bytes=80 * 2 * HIDDEN_SIZE * 4))
+    options = {"layers": [0, 3], "position": position, "shard_layout": layout, "batch_size": 3}
+    inputs = [f"prompt {'x' * n}" for n in range(9)] + ["", [1, 2, 3], [1] * 99]
+    app = Application(open_store(tmp_path), limits=limits)
+    with client_of(app, artifact_root=tmp_path) as client:
+        here = client.extract_activations(MODEL, inputs, **options)
+        there = client.extract_activations(MODEL, inputs, persist=True, **options)
+    assert here.manifest.content_sha256 == there.manifest.content_sha256
+    assert here.manifest.dataset_id == there.manifest.dataset_id
+    assert here.manifest.shard_layout == ("per_site" if layout == "per_site" else "stacked")
+    assert len(here.manifest.shards) > 1
+    assert here.offsets.tolist() == there.offsets.tolist()
+    assert np.array_equal(here.features_3d, there.features_3d)
+    assert set(here.failures) == {"row-000009", "row-000011"}
+
+
+@pytest.mark.requirement("P-1", "H-2")
+def test_ragged_answers_are_cut_to_the_bounds_of_the_server():
+    bound = 70 * HIDDEN_SIZE * 4  # one row of the longest kind fits, two do not
+    app = Application(limits=ExtractionLimits(max_inline_bytes=bound))
+    with client_of(app) as client:
+        dataset = client.extract_activations(
+            MODEL, ["x" * 60] * 5, layers=[0], position="all_prompt"
+        )
+    assert dataset.offsets.tolist() == [0, 60, 120, 180, 240, 300]
+    assert [method for method, _ in app.requests].count("POST") == 5
+
+
+@pytest.mark.requirement("P-1", "C-8")
+@pytest.mark.parametrize(
+    ("position", "kind", "said"),
+    [
+        ("everywhere", InvalidInputError, "cannot read position 'everywhere'"),
+        ({"index": []}, InvalidInputError, "cannot read position"),
+        ({"idx": [0]}, InvalidInputError, "cannot read position"),
+        ("last_generated", NotOfferedError, "needs generation"),
+    ],
+)
+def test_positions_that_cannot_be_are_refused_before_anything_is_sent(position, kind, said):
+    app = Application()
+    with client_of(app) as client, pytest.raises(kind, match=said):
+        client.extract_activations(MODEL, ["a"], layers=[0], position=position)
+    assert all(method == "GET" for method, _ in app.requests)
+
+
+@pytest.mark.requirement("P-1")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"site_widths": (9,)}, "L0_resid_post × 9 at first, found sites L0_resid_post × 8"),
+        ({"position": "last_prompt"}, "at last_prompt, found sites L0_resid_post × 8 at first"),
+    ],
+)
+async def test_an_answer_about_something_else_is_a_protocol_error(change, said):
+    connection = Connection("http://app", transport=httpx.ASGITransport(Application()))
+    card = await connection.model(MODEL)
+    asked = select(card, layers=[0], site="block", sites=None, position="first")
+    schema = await connection.get("/v1/extraction-schema", ExtractionSchema)
+    remote = Remote(connection, card, asked, schema)
+    remote._selection = replace(asked, **change)
+    row = sent_row(0, InputRow("a", {"prompt": "x"}), asked.identity)
+    with pytest.raises(CaptureError, match=said):
+        await remote.capture(Chunk(0, (row,)))
+    await connection.close()
+
+
+@pytest.mark.requirement("P-1", "C-3")
+@pytest.mark.parametrize("length", [0, 2, 4])
+async def test_an_answer_with_another_number_of_feature_rows_is_a_protocol_error(length):
+    connection = Connection("http://app", transport=httpx.ASGITransport(Application()))
+    asked = select(
+        await connection.model(MODEL), layers=[0], site="block", sites=None, position="all_prompt"
+    )
+    row = sent_row(0, InputRow("a", {"prompt": "xyz"}), asked.identity)
+    request = {"model": MODEL, "layers": [0], "position": "all_prompt"}
+    body = canonical_json(request | {"rows": [{"id": "a", "prompt": "xyz"}]})
+    answer = await connection.post("/v1/activation-datasets", body, accept="application/json")
+    response = connection.parse(answer, ActivationResponse)
+    check_answer([row], response, asked)
+    lying = [response.rows[0].model_copy(update={"length": length})]
+    with pytest.raises(CaptureError, match=f"3 tokens with 3 feature rows, found {length}"):
+        check_answer([row], response.model_copy(update={"rows": lying}), asked)
+    await connection.close()
+
+
 @pytest.mark.requirement("P-1", "H-2")
 def test_answers_are_cut_to_the_bounds_of_the_server():
     row_bytes = HIDDEN_SIZE * 4
@@ -219,9 +364,10 @@ def test_request_bodies_keep_both_bounds_and_lose_no_row():
         sent_row(n, InputRow(f"r{n}", {"prompt": "x" * (40 * n)}, {"n": n}), IDENTITY)
         for n in range(12)
     ]
-    parts = list(request_bodies({"model": "m"}, rows, max_rows=4, max_bytes=400))
+    counted = [(row, 1 + row.index % 3) for row in rows]
+    parts = list(request_bodies({"model": "m"}, counted, max_feature_rows=4, max_bytes=400))
     assert [row.id for part, _ in parts for row in part] == [row.id for row in rows]
-    assert max(len(part) for part, _ in parts) <= 4
+    assert max(sum(1 + row.index % 3 for row in part) for part, _ in parts) == 4
     for part, body in parts:
         assert len(body) <= 400 or len(part) == 1
         value = parse_json(body)

@@ -14,8 +14,8 @@ FAST = FlowLimits(longest_backoff_s=0.01)
 LOST = RowFailure.of("position_missing", "lost")
 
 
-def row(index: int, failure: RowFailure | None = None) -> RowRecord:
-    return RowRecord(index, f"r{index}", "{}", "0" * 64, None, failure)
+def row(index: int, failure: RowFailure | None = None, tokens: int = 3) -> RowRecord:
+    return RowRecord(index, f"r{index}", "{}", "0" * 64, tokens, None, failure)
 
 
 def shards(count: int, rows: int = 4) -> list[Shard]:
@@ -86,6 +86,29 @@ async def test_the_window_is_bounded_in_chunks_and_in_shards():
     assert world.most_capturing == 3
     assert world.most_open <= 2
     assert len(world.staged) == 12
+
+
+@pytest.mark.requirement("C-15")
+async def test_the_longest_chunk_is_sent_first_and_comes_back_in_row_order():
+    """One replica would be left alone with a long chunk that is begun last."""
+    world = World()
+    rows = [row(index, tokens=count) for index, count in enumerate([5, 900, 30, 2000, 30, 1])]
+    coordinator = Coordinator(world.capture, limits=FlowLimits(chunks_in_flight=2))
+    captured = await coordinator.capture_rows(0, rows, 1)
+    assert list(world.attempts) == [3, 1, 2, 4, 0, 5]
+    assert [chunk.first_row for chunk in captured.payloads] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.requirement("C-15")
+@pytest.mark.parametrize("lanes", [1, 3, 8])
+async def test_a_shard_gives_work_to_all_who_may_run_at_once(lanes):
+    """Sixteen rows fit into one chunk, which would leave all replicas but one idle."""
+    world = World()
+    rows = tuple(row(index, tokens=256) for index in range(16))
+    limits = FlowLimits(chunks_in_flight=lanes)
+    await Coordinator(world.capture, world.stage, limits=limits).run([Shard(0, rows)])
+    assert world.most_capturing == lanes
+    assert world.staged == {0: list(range(16))}
 
 
 async def test_rows_that_failed_already_are_not_sent():

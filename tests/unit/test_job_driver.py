@@ -23,10 +23,10 @@ with warnings.catch_warnings():  # Ray's own use of pydantic is not ours to mend
     from deployments.joining import wait_running, waits_for
 
 
-def command_line(*arguments: str):
+def command_line(*arguments: str, **environment: str):
     app = typer.Typer()
     app.command()(job)
-    return CliRunner().invoke(app, arguments)
+    return CliRunner().invoke(app, arguments, env=environment)
 
 
 def deployment(status=DeploymentStatus.UPDATING, message="", **replicas: int):
@@ -104,6 +104,11 @@ def test_an_input_that_the_driver_does_not_see_is_named(tmp_path):
     result = command_line(str(tmp_path / "rows.jsonl"))
     assert result.exit_code == 2
     assert "rows.jsonl on the machine where this runs" in result.output
+
+
+def test_help_names_positions_and_layouts():
+    text = " ".join(command_line("--help", COLUMNS="200").output.split())
+    assert all(words in text for words in ("all_prompt", "index:0,-1", "stacked", "per_site"))
 
 
 def test_help_names_every_exit_code():

@@ -3,19 +3,34 @@
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from tests.fakes import Application, FakeEngine, LocalBackend, fake_description
+from tests.fakes import (
+    MODEL,
+    Application,
+    FakeEngine,
+    LocalBackend,
+    fake_description,
+    fake_features,
+)
+from wllm_ray.backend import capturer
 from wllm_ray.dataset.reader import load_dataset
 from wllm_ray.dataset.store import open_store
 from wllm_ray.errors import ConflictError
-from wllm_ray.extraction import capturer
+from wllm_ray.extraction import ExtractionLimits
 from wllm_ray.job.progress import ProgressLines
 from wllm_ray.job.run import Job, RunOptions, run_job
 from wllm_ray.job.source import NamedRows, SourcePlan, read_shards, spec_of
 from wllm_ray.plan import ShardLimits
+from wllm_ray.positions import PositionLike, canonical_position
 from wllm_ray.records import InputRow
 from wllm_ray.requests import select
+from wllm_ray.schema import ActivationRequest
+from wllm_ray.sites import parse_site
+
+FOUR_ROWS = ShardLimits(max_rows=4)
 
 
 def rows_of(count: int) -> list[InputRow]:
@@ -25,14 +40,23 @@ def rows_of(count: int) -> list[InputRow]:
 class Driver:
     """A driver over a fake application: what deployments/job.py does over handles."""
 
-    def __init__(self, tmp_path, rows: Sequence[InputRow], **engine) -> None:
+    def __init__(
+        self,
+        tmp_path,
+        rows: Sequence[InputRow],
+        *,
+        sites: Sequence[str] = ("L1_block",),
+        position: PositionLike = "last_prompt",
+        limits: ShardLimits = FOUR_ROWS,
+    ) -> None:
         self.store = open_store(tmp_path / "root")
-        self.app = Application(self.store, engine=FakeEngine(**engine))
+        service = ExtractionLimits(shard=limits)
+        self.app = Application(self.store, engine=FakeEngine(), limits=service)
         served = self.app.service.offer().description
-        selection = select(served, layers=[1], site="block", sites=None, position="last_prompt")
+        selection = select(served, layers=None, site="block", sites=sites, position=position)
         self.passes = 0
         self.rows = rows
-        self.plan = SourcePlan(served, selection, self._read, "d", ShardLimits(max_rows=4))
+        self.plan = SourcePlan(served, selection, self._read, "d", limits)
         self.tokenized: list[int] = []
 
     def _read(self):
@@ -51,7 +75,7 @@ class Driver:
             spec=spec,
             shards=lambda done: read_shards(self.plan.rows, spec, self._tokenize, done),
             rows_of=NamedRows(self.plan, spec),
-            capture=capturer(backend, self.plan.selection.sites, "last_prompt"),
+            capture=capturer(backend, self.plan.selection),
             stage=backend.stage,
             commit=backend.commit,
             isolates=True,
@@ -73,6 +97,88 @@ def test_a_job_over_rows_that_are_read_twice_makes_the_dataset_that_a_request_ma
     again = driver.run()
     assert (again.resumed, again.manifest) == (3, outcome.manifest)
     assert driver.app.engine.tasks == ran
+
+
+UNEVEN = ("embed", "L1_attn_out_prelinear", "L3_attn_out_prelinear")  # 8, 12 and 16 wide
+
+
+@pytest.mark.requirement("D-3", "D-8", "C-8", "S-4")
+@pytest.mark.parametrize("position", ["all_prompt", "mean_prompt", {"index": [0, -1]}])
+def test_ragged_rows_fall_into_the_same_shards_for_a_job_and_for_a_request(tmp_path, position):
+    """The job's first pass knows no tokens; the request knows them all, and which rows failed."""
+    rows = [InputRow(f"r{n}", {"prompt": "x" * (n * 7 % 40)}) for n in range(12)]
+    limits = ShardLimits(max_rows=5, max_bytes=4 * (8 + 12 + 16) * 90)
+    driver = Driver(tmp_path, rows, sites=UNEVEN, position=position, limits=limits)
+    manifest = driver.run().manifest
+    request = ActivationRequest(
+        model=MODEL,
+        rows=[{"id": row.id, **row.content} for row in rows],
+        sites=list(UNEVEN),
+        position=position,
+        persistence="dataset",
+        dataset_id="requested",
+    )
+    asyncio.run(driver.app.service.extract_dataset(request))
+    dataset = load_dataset(driver.store, "requested", verify="full")
+    assert dataset.manifest.content_sha256 == manifest.content_sha256
+    assert dataset.manifest.shard_layout == "per_site"
+    shards = [shard.rows for shard in manifest.shards]
+    assert max(shards) <= 5
+    if position == "all_prompt":
+        assert max(shards) < 5, "no shard was cut for its bytes"
+        sizes = [sum(e.bytes - 128 for e in one.features_files) for one in manifest.shards]
+        assert max(sizes) <= limits.max_bytes
+    good = [row for row in rows if row.content["prompt"]]
+    assert dataset.row_ids == [row.id for row in good]
+    for site, name in enumerate(UNEVEN):
+        expected = [_site_of(row, site, position) for row in good]
+        assert np.array_equal(dataset.site(name), np.concatenate(expected))
+
+
+def _site_of(row: InputRow, site: int, position: PositionLike) -> NDArray[np.float32]:
+    """[feature rows, width]: what the fake model computes."""
+    ids = np.array(list(row.content["prompt"].encode()), np.int32)
+    sites = [parse_site(name) for name in UNEVEN]
+    ends = np.cumsum([8, 12, 16])
+    columns = slice(ends[site] - (8, 12, 16)[site], ends[site])
+    return fake_features(ids, sites, canonical_position(position))[:, columns]
+
+
+@pytest.mark.requirement("D-5", "D-8")
+def test_a_job_of_ragged_rows_resumes_shard_by_shard(tmp_path):
+    rows = [InputRow(f"r{n}", {"prompt": "x" * (n * 7 % 40)}) for n in range(12)]
+    limits = ShardLimits(max_rows=5, max_bytes=4 * (8 + 12 + 16) * 90)
+    driver = Driver(tmp_path, rows, sites=UNEVEN, position="all_prompt", limits=limits)
+    whole = driver.run()
+    folder = tmp_path / "root/datasets/d"
+    (folder / "manifest.json").unlink()
+    (folder / "shard-00002.receipt.json").unlink()
+    driver.tokenized.clear()
+    again = driver.run()
+    assert driver.tokenized == [whole.spec.shards[2].first_row]
+    assert again.resumed == len(whole.spec.shards) - 1
+    assert again.manifest.content_sha256 == whole.manifest.content_sha256
+
+
+@pytest.mark.requirement("D-5")
+def test_a_request_captures_only_the_shards_without_receipt(tmp_path):
+    driver = Driver(tmp_path, rows_of(10))
+    request = ActivationRequest(
+        model=MODEL,
+        rows=[{"id": row.id, **row.content} for row in driver.rows],
+        layers=[1],
+        persistence="dataset",
+        dataset_id="d",
+    )
+    first = asyncio.run(driver.app.service.extract_dataset(request))
+    folder = tmp_path / "root/datasets/d"
+    (folder / "manifest.json").unlink()
+    (folder / "shard-00001.receipt.json").unlink()
+    driver.app.engine.captured.clear()
+    again = asyncio.run(driver.app.service.extract_dataset(request))
+    prompts = [bytes(ids).decode() for ids in driver.app.engine.captured]
+    assert prompts == [f"prompt {n}" for n in (4, 5, 6, 7)]
+    assert again.dataset.content_sha256 == first.dataset.content_sha256
 
 
 @pytest.mark.requirement("L-5", "D-5")

@@ -16,11 +16,12 @@ from wllm_ray.records import RowFailure
 from wllm_ray.schema import ActivationResponse, RowResult
 from wllm_ray.wire import Inline, decode_arrow, encode_arrow, encode_json, encode_npy
 
-SITES, HIDDEN = 2, 3
+WIDTHS = (3, 3)
+UNEQUAL = (3, 1, 4)
 FAILURE = RowFailure.of("too_long", "the row has 65 tokens and the model takes 64")
 
 
-def inline(features: np.ndarray, lengths: list[int]) -> Inline:
+def inline(features: np.ndarray, lengths: list[int], widths=WIDTHS) -> Inline:
     rows, offset = [], 0
     for index, length in enumerate(lengths):
         rows.append(
@@ -41,10 +42,11 @@ def inline(features: np.ndarray, lengths: list[int]) -> Inline:
         model=described.model,
         tokenizer=described.tokenizer,
         axes=("row", "site", "hidden"),
-        sites=("L0_resid_post", "L1_resid_post"),
-        position="last_prompt",
+        sites=tuple(f"L{layer}_resid_post" for layer in range(len(widths))),
+        site_widths=widths,
+        position="all_prompt",
         capture_mode="replay",
-        shape=features.shape,
+        shape=(len(features), len(widths), widths[0] if len(set(widths)) == 1 else None),
         dtype="float32",
         rows=rows,
         features=None,
@@ -57,14 +59,15 @@ def inline(features: np.ndarray, lengths: list[int]) -> Inline:
     return Inline(response, features)
 
 
-def random_features(rows: int) -> np.ndarray:
-    return np.random.default_rng(rows).standard_normal((rows, SITES, HIDDEN), dtype=np.float32)
+def random_features(rows: int, widths=WIDTHS) -> np.ndarray:
+    return np.random.default_rng(rows).standard_normal((rows, sum(widths)), dtype=np.float32)
 
 
 @pytest.mark.requirement("H-2")
+@pytest.mark.parametrize("widths", [WIDTHS, UNEQUAL, (5,)])
 @pytest.mark.parametrize("lengths", [[1, 1], [1, 0, 1], [0, 0], [2, 0, 3], [1] * 300])
-def test_an_arrow_stream_reads_back_to_the_same_answer(lengths):
-    sent = inline(random_features(sum(lengths)), lengths)
+def test_an_arrow_stream_reads_back_to_the_same_answer(lengths, widths):
+    sent = inline(random_features(sum(lengths), widths), lengths, widths)
     got = decode_arrow(encode_arrow(sent))
     assert got.response == sent.response
     assert got.features.dtype == np.float32
@@ -73,10 +76,37 @@ def test_an_arrow_stream_reads_back_to_the_same_answer(lengths):
 
 
 @pytest.mark.requirement("H-2")
+def test_the_arrow_column_holds_the_feature_rows_of_each_row():
+    features = random_features(5, UNEQUAL)
+    table = pa.ipc.open_stream(encode_arrow(inline(features, [2, 0, 3], UNEQUAL))).read_all()
+    first, none, last = table.column("features").to_pylist()
+    assert np.array_equal(np.array(first + last, np.float32), features)
+    assert none == []
+    assert table.column("offset").to_pylist() == [0, None, 2]
+    assert table.column("length").to_pylist() == [2, 0, 3]
+
+
+@pytest.mark.requirement("H-2")
+def test_a_site_is_its_own_columns():
+    features = np.arange(16, dtype=np.float32).reshape(2, 8)
+    sent = inline(features, [2], UNEQUAL)
+    assert [sent.site(n).tolist()[1] for n in range(3)] == [[8, 9, 10], [11], [12, 13, 14, 15]]
+    assert all(np.shares_memory(sent.site(n), features) for n in range(3))
+    assert json.loads(encode_json(sent))["features"][1] == [[8, 9, 10], [11], [12, 13, 14, 15]]
+
+
+@pytest.mark.requirement("H-2")
+def test_npy_cannot_carry_sites_of_different_widths_and_names_them():
+    with pytest.raises(NotOfferedError, match="L0_resid_post has 3, L1_resid_post has 1") as caught:
+        encode_npy(inline(random_features(1, UNEQUAL), [1], UNEQUAL))
+    assert caught.value.code == "widths_not_representable"
+
+
+@pytest.mark.requirement("H-2")
 @given(
     arrays(
         np.float32,
-        (4, SITES, HIDDEN),
+        (4, sum(WIDTHS)),
         elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
     )
 )
@@ -85,6 +115,7 @@ def test_the_three_forms_agree_to_the_bit(features):
     arrow = decode_arrow(encode_arrow(sent)).features
     npy = np.load(io.BytesIO(encode_npy(sent)), allow_pickle=False)
     plain = np.array(json.loads(encode_json(sent))["features"], dtype=np.float32)
+    assert npy.shape == plain.shape == (4, 2, 3)
     assert arrow.tobytes() == npy.tobytes() == plain.tobytes() == features.tobytes()
 
 
@@ -127,8 +158,9 @@ def test_anything_else_is_a_protocol_error(data):
     assert caught.value.code == "protocol_error"
 
 
-def test_a_shape_that_the_data_do_not_have_is_a_protocol_error():
+@pytest.mark.parametrize("lie", [{"shape": (3, 2, 3)}, {"site_widths": (3, 4)}])
+def test_a_shape_that_the_data_do_not_have_is_a_protocol_error(lie):
     sent = inline(random_features(2), [1, 1])
-    lying = Inline(sent.response.model_copy(update={"shape": (3, SITES, HIDDEN)}), sent.features)
+    lying = Inline(sent.response.model_copy(update=lie), sent.features)
     with pytest.raises(CaptureError, match="versions may differ"):
         decode_arrow(encode_arrow(lying))

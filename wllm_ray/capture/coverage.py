@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wllm_ray.records import RowFailure
+from wllm_ray.sites import HookSite
 
-__all__ = ["CaptureRow", "ChunkCapture", "RowsWanted"]
+__all__ = ["CaptureRow", "ChunkCapture", "RowsWanted", "SitesWanted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +22,14 @@ class RowsWanted:
         index: The row's index in its dataset.
         token_ids: [N] the prompt.
         positions: [P] absolute positions wanted, strictly ascending.
+        order: [R] which of them each feature row is, in the order asked for; None where that is
+            their own.
     """
 
     index: int
     token_ids: NDArray[np.int32]
     positions: NDArray[np.int64]
+    order: NDArray[np.int64] | None = None
 
 
 class CaptureRow:
@@ -59,56 +64,109 @@ class CaptureRow:
             self.failure = RowFailure.of(code, message)
 
 
+@dataclass(frozen=True, slots=True)
+class SitesWanted:
+    """What is read in every row of a chunk.
+
+    Attributes:
+        sites: In the order of the result.
+        widths: Size of each site's vector.
+        depth: The deepest block that must run; the number of blocks where the last norm must too.
+        mean: Whether a row's positions are averaged into one feature row.
+        last_only: Whether nothing but the last token of each row is read.
+    """
+
+    sites: tuple[HookSite, ...]
+    widths: tuple[int, ...]
+    depth: int
+    mean: bool = False
+    last_only: bool = False
+
+
 class ChunkCapture:
     """Collects the activations of one chunk while its rows run.
 
     Args:
-        layers: Decoder blocks wanted, in the order of the result's site axis.
-        rows: What is wanted of each row.
+        wanted: What is read in every row.
+        rows: Which positions of which rows.
         request_ids: One engine id for each row.
-        hidden_size: Width of the stream.
         num_logprobs: How many of the most likely next tokens to record for each row, or None.
 
     Attributes:
-        features: [slots, layers, hidden] float32, C order.
-        counts: [slots, layers] how often each value was written; 1 is right.
+        features: [slots, sum(widths)] float32, C order, the sites side by side.
+        counts: [slots, sites] how often each vector was written; 1 is right.
+        columns: Site → its columns.
         recaptured: Wanted positions that came again after pre-emption; the first stands.
     """
 
     def __init__(
         self,
-        layers: tuple[int, ...],
+        wanted: SitesWanted,
         rows: list[RowsWanted],
         request_ids: list[str],
-        hidden_size: int,
         num_logprobs: int | None = None,
     ) -> None:
-        self.layers = layers
-        self.column = {layer: column for column, layer in enumerate(layers)}
+        self.wanted = wanted
+        self.sites = wanted.sites
         self.num_logprobs = num_logprobs
         self.recaptured = 0
         ends = np.cumsum([len(row.positions) for row in rows], dtype=np.int64)
         slots = int(ends[-1]) if len(rows) else 0
-        self.features = np.zeros((slots, len(layers), hidden_size), dtype=np.float32)
-        self.counts = np.zeros((slots, len(layers)), dtype=np.uint8)
+        edges = np.cumsum([0, *wanted.widths]).tolist()
+        self.columns = {
+            site: slice(start, stop)
+            for site, (start, stop) in zip(wanted.sites, pairwise(edges), strict=True)
+        }
+        self._number = {site: number for number, site in enumerate(wanted.sites)}
+        self.features = np.zeros((slots, edges[-1]), dtype=np.float32)
+        self.counts = np.zeros((slots, len(wanted.sites)), dtype=np.uint8)
         self.rows = [
             CaptureRow(self, row, request_id, int(end) - len(row.positions))
             for row, request_id, end in zip(rows, request_ids, ends, strict=True)
         ]
 
-    def write(self, layer: int, slots: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        """Store the values of one layer: ``slots`` [K], ``values`` [K, hidden]."""
-        column = self.column[layer]
-        self.features[slots, column] = values
-        self.counts[slots, column] += 1
+    def write(self, site: HookSite, slots: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        """Store the values of one site: ``slots`` [K], ``values`` [K, width]."""
+        self.features[slots, self.columns[site]] = values
+        self.counts[slots, self._number[site]] += 1
+
+    def values(self, row: CaptureRow, site: HookSite) -> NDArray[np.float32]:
+        """[P, width] of one row and site, in ascending positions."""
+        return self.features[row.slots, self.columns[site]]
 
     def prove(self) -> None:
-        """Fail every row that is not whole: each wanted value once, finite, not all zero."""
-        finite = np.asarray(np.isfinite(self.features).all(axis=2))
-        zero = np.asarray(~self.features.any(axis=2))
+        """Fail every row that is not whole: each wanted vector once, finite, not all zero."""
+        finite = np.empty(self.counts.shape, dtype=np.bool_)
+        zero = np.empty(self.counts.shape, dtype=np.bool_)
+        for number, columns in enumerate(self.columns.values()):
+            values = self.features[:, columns]
+            finite[:, number] = np.isfinite(values).all(axis=1)
+            zero[:, number] = ~values.any(axis=1)
         for row in self.rows:
             if row.failure is None:
                 self._prove_row(row, finite[row.slots], zero[row.slots])
+
+    def good_rows(self) -> NDArray[np.float32]:
+        """[feature rows, sum(widths)] of the rows that did not fail, as they were asked for."""
+        plain = not self.wanted.mean and all(row.wanted.order is None for row in self.rows)
+        if plain and all(row.failure is None for row in self.rows):
+            return self.features
+        kept = [self._as_asked(row) for row in self.rows if row.failure is None]
+        return np.concatenate(kept) if kept else self.features[:0]
+
+    def feature_rows(self, row: CaptureRow) -> int:
+        """How many feature rows a row that did not fail has."""
+        if self.wanted.mean:
+            return 1
+        return len(row.wanted.positions if row.wanted.order is None else row.wanted.order)
+
+    def _as_asked(self, row: CaptureRow) -> NDArray[np.float32]:
+        values = self.features[row.slots]
+        if self.wanted.mean:
+            # Added up position by position, in float32: the order is part of the definition.
+            total = np.add.reduce(values, axis=0, dtype=np.float32)
+            return np.asarray(total / np.float32(len(values)))[None]
+        return values if row.wanted.order is None else values[row.wanted.order]
 
     def _prove_row(
         self, row: CaptureRow, finite: NDArray[np.bool_], zero: NDArray[np.bool_]
@@ -119,12 +177,14 @@ class ChunkCapture:
         elif (counts > 1).any():
             row.fail("position_repeated", f"{self._where(row, counts > 1)} was captured twice")
         elif not finite.all():
+            slot, number = np.argwhere(~finite)[0]
+            values = self.values(row, self.sites[number])[slot]
+            first = int(np.flatnonzero(~np.isfinite(values))[0])
             place = self._where(row, ~finite)
-            first = np.argwhere(~np.isfinite(self.features[row.slots]))[0, 2]
             row.fail("non_finite", f"{place} is not finite, first at hidden index {first}")
         elif zero.any():
             row.fail("all_zero", f"{self._where(row, zero)} is zero throughout")
 
     def _where(self, row: CaptureRow, bad: NDArray[np.bool_]) -> str:
-        slot, column = np.argwhere(bad)[0]
-        return f"position {row.wanted.positions[slot]} of block {self.layers[column]}"
+        slot, number = np.argwhere(bad)[0]
+        return f"position {row.wanted.positions[slot]} of {self.sites[number]}"

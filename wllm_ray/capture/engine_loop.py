@@ -211,11 +211,15 @@ class EngineLoop:
             job, row = self._jobs[request_id]
             job.started = job.started or time.monotonic()
             self.driver.capture.reserve(row)
-            ids = row.wanted.token_ids.tolist()
-            self.driver.add(request_id, ids, job.capture.num_logprobs)
+            self.driver.add(
+                request_id,
+                row.wanted.token_ids.tolist(),
+                wanted=job.capture.wanted,
+                num_logprobs=job.capture.num_logprobs,
+            )
         if plan.filler_tokens:
             filler = list(range(plan.filler_tokens))
-            self.driver.add(f"wllm-filler-{next(self._fillers)}", filler, None)
+            self.driver.add(f"wllm-filler-{next(self._fillers)}", filler)
 
     def _account(self, plan: PassPlan[str]) -> None:
         """Compare what ran with what was planned; the runner's own numbers are the truth."""
@@ -235,12 +239,12 @@ class EngineLoop:
                 )
 
     def _end(self, one: Finished) -> None:
+        self.driver.capture.release(one.request_id)
         found = self._jobs.pop(one.request_id, None)
         if found is None:
             return
         job, row = found
         self._admission.end(one.request_id)
-        self.driver.capture.release(one.request_id)
         row.logprobs = one.logprobs
         if one.error is not None:
             row.fail("engine_failed", one.error)

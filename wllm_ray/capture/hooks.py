@@ -1,33 +1,34 @@
-"""Forward hooks that read wanted rows off the decoder blocks.
+"""Forward hooks that read wanted rows at the places of hook sites.
 
-One gather and one device-to-host copy per block and pass, of wanted rows only. What a hook keeps
-is its own memory when it returns, because fused norms write into the block's output afterwards. A
-hook never lets an exception reach the engine, which would then spin for ever; what goes wrong is
-recorded and fails the rows concerned.
+One gather and one device-to-host copy per site and pass, of wanted rows only. What a hook keeps is
+its own memory when it returns, because fused norms write into a module's output afterwards. A hook
+never lets an exception reach the engine, which would then spin for ever; what goes wrong is
+recorded and fails the rows concerned. Where nothing is wanted, no hook is on the model.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from wllm_ray.capture.coverage import CaptureRow, ChunkCapture
-from wllm_ray.capture.topology import Residual, read_stream
+from wllm_ray.capture.reading import Place, Reading, Side, take
+from wllm_ray.capture.staging import Pending, Stager
+from wllm_ray.sites import HookSite
 
-__all__ = ["BlockHooks", "Gather"]
+__all__ = ["Gather", "SiteHooks"]
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Gather:
     """Flat rows of one pass that go to one chunk.
 
@@ -44,161 +45,114 @@ class Gather:
     owners: tuple[CaptureRow, ...]
 
 
-class _Pending(Protocol):
-    """A copy on its way to host memory."""
-
-    def read(self) -> NDArray[np.float32]: ...
-
-
 @dataclass(slots=True)
-class _LayerWork:
+class _SiteWork:
+    """What is to be done for one site in one pass."""
+
+    reading: Reading
     gathers: list[Gather]
     index: torch.Tensor
-    fired: int = 0
-    pending: _Pending | None = None
+    taken: dict[int, torch.Tensor] = field(default_factory=dict)
+    repeated: bool = False
+    pending: Pending | None = None
     error: Exception | None = None
 
 
-@dataclass(slots=True)
-class _HostRows:
-    """The CPU's copy: the gather itself already owns its memory."""
-
-    rows: torch.Tensor
-
-    def read(self) -> NDArray[np.float32]:
-        result: NDArray[np.float32] = self.rows.float().numpy()
-        return result
-
-
-@dataclass(slots=True)
-class _CudaRows:
-    """A copy into pinned memory, on a stream of its own."""
-
-    pinned: torch.Tensor
-    done: torch.cuda.Event
-
-    def read(self) -> NDArray[np.float32]:
-        self.done.synchronize()
-        result: NDArray[np.float32] = self.pinned.float().numpy()
-        # float() of a float32 tensor is the staging buffer itself, which the next pass overwrites.
-        return result.copy() if self.pinned.dtype == torch.float32 else result
-
-
-class _Stager:
-    """Brings gathered rows to the host without stopping the model."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: dict[int, torch.Tensor] = {}
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def index(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """[K] int64 on the model's device."""
-        host = torch.from_numpy(rows)
-        return host if self._stream is None else host.to(self._device)
-
-    def stage(self, layer: int, rows: torch.Tensor) -> _Pending:
-        """Start the copy of [K, D] rows; the result may be read after the pass."""
-        if self._stream is None:
-            return _HostRows(rows)
-        pinned = self._pinned(layer, rows)
-        # The copy waits for the gather, and the allocator must not reuse the gathered memory
-        # before the copy has read it.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            pinned.copy_(rows, non_blocking=True)
-            rows.record_stream(self._stream)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        return _CudaRows(pinned, done)
-
-    def _pinned(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        buffer = self._buffers.get(layer)
-        if buffer is None or buffer.shape[0] < rows.shape[0]:
-            buffer = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-            self._buffers[layer] = buffer
-        return buffer[: rows.shape[0]]
-
-
-@dataclass(slots=True)
-class BlockHooks:
-    """A forward hook on every decoder block; idle outside :meth:`begin` … :meth:`end`.
+class SiteHooks:
+    """Reads sites in the passes that :meth:`begin` announces.
 
     Args:
-        blocks: The decoder blocks, in order.
-        residual: How the stream is read off their output.
-        device: Where the model runs.
+        readings: Every site that can be read, and how.
+        stager: Brings rows to the host.
     """
 
-    blocks: Sequence[nn.Module]
-    residual: Residual
-    device: torch.device
-    _handles: list[RemovableHandle] = field(default_factory=list, init=False)
-    _work: dict[int, _LayerWork] = field(default_factory=dict, init=False)
-    _stager: _Stager = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._stager = _Stager(self.device)
-        for layer, block in enumerate(self.blocks):
-            self._handles.append(block.register_forward_hook(self._hook_for(layer)))
+    def __init__(self, readings: Mapping[HookSite, Reading], stager: Stager) -> None:
+        self.readings = readings
+        self._stager = stager
+        self._handles: dict[Place, RemovableHandle] = {}
+        self._work: dict[HookSite, _SiteWork] = {}
+        # Place → what to take there: the site and which of its parts.
+        self._at: dict[Place, list[tuple[HookSite, int]]] = {}
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
+        """Take all hooks off the model."""
+        self._hook_only(())
 
     def begin(self, gathers: Sequence[Gather]) -> None:
         """Say what to gather in the pass that comes next."""
         indices: dict[tuple[int, ...], torch.Tensor] = {}
-        for layer in sorted({layer for gather in gathers for layer in gather.chunk.layers}):
-            wanted = [gather for gather in gathers if layer in gather.chunk.column]
+        for site in dict.fromkeys(site for gather in gathers for site in gather.chunk.sites):
+            wanted = [gather for gather in gathers if site in gather.chunk.columns]
             key = tuple(id(gather) for gather in wanted)
             if key not in indices:
                 indices[key] = self._stager.index(np.concatenate([g.rows for g in wanted]))
-            self._work[layer] = _LayerWork(wanted, indices[key])
+            self._work[site] = _SiteWork(self.readings[site], wanted, indices[key])
+        for site, work in self._work.items():
+            for number, part in enumerate(work.reading.parts):
+                self._at.setdefault(part.place, []).append((site, number))
+        self._hook_only(self._at)
 
     def end(self) -> None:
         """Store what the pass gathered; rows whose hook did not do its work once are failed."""
-        work, self._work = self._work, {}
-        for layer, layer_work in work.items():
+        work, self._work, self._at = self._work, {}, {}
+        for site, one in work.items():
             try:
-                _settle_layer(layer, layer_work)
+                _settle(site, one)
             except Exception as error:  # noqa: BLE001 (a hook's fault must not reach the engine)
-                _log.error("the hook of block %d failed", layer, exc_info=error)
+                _log.error("the hook of %s failed", site, exc_info=error)
                 _fail(
-                    layer_work.gathers,
-                    f"the hook of block {layer} raised {type(error).__name__}; the log has more",
+                    one.gathers,
+                    f"the hook of {site} raised {type(error).__name__}; the log has more",
                 )
 
-    def _hook_for(self, layer: int) -> Any:
-        def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-            work = self._work.get(layer)
-            if work is None:
-                return
-            work.fired += 1
+    def _hook_only(self, places: Iterable[Place]) -> None:
+        """Hooks stay on from pass to pass while the same places are read."""
+        wanted = set(places)
+        for place in [place for place in self._handles if place not in wanted]:
+            self._handles.pop(place).remove()
+        for place in wanted - self._handles.keys():
+            self._handles[place] = self._hook(place)
+
+    def _hook(self, place: Place) -> RemovableHandle:
+        if place.side is Side.OUTPUT:
+            return place.module.register_forward_hook(
+                lambda _module, _args, output: self._take(place, output)
+            )
+        return place.module.register_forward_pre_hook(
+            lambda _module, args, kwargs: self._take(place, (args, kwargs)), with_kwargs=True
+        )
+
+    def _take(self, place: Place, value: Any) -> None:
+        for site, number in self._at.get(place, ()):
+            work = self._work[site]
             try:
-                self._gather(layer, work, output)
+                self._take_part(site, work, number, value)
             except Exception as error:  # noqa: BLE001 (as in end)
                 work.error = error
 
-        return hook
+    def _take_part(self, site: HookSite, work: _SiteWork, number: int, value: Any) -> None:
+        if number in work.taken:
+            work.repeated = True
+            return
+        parts = work.reading.parts
+        work.taken[number] = take(value, parts[number].path, work.index)
+        if len(work.taken) == len(parts):
+            rows = work.reading.combine([work.taken[i] for i in range(len(parts))])
+            work.pending = self._stager.stage(site, rows)
 
-    def _gather(self, layer: int, work: _LayerWork, output: Any) -> None:
-        rows = read_stream(output, self.residual, work.index)
-        work.pending = self._stager.stage(layer, rows)
 
-
-def _settle_layer(layer: int, work: _LayerWork) -> None:
+def _settle(site: HookSite, work: _SiteWork) -> None:
     if work.error is not None:
         raise work.error
-    if work.fired != 1 or work.pending is None:
-        _fail(work.gathers, f"the hook of block {layer} fired {work.fired} times in one pass")
+    if work.pending is None or work.repeated:
+        often = "more than once" if work.repeated else "never, or not everywhere"
+        _fail(work.gathers, f"the hook of {site} fired {often} in one pass")
         return
     values = work.pending.read()
     first = 0
     for gather in work.gathers:
         last = first + len(gather.rows)
-        gather.chunk.write(layer, gather.slots, values[first:last])
+        gather.chunk.write(site, gather.slots, values[first:last])
         first = last
 
 

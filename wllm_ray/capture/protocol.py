@@ -23,18 +23,19 @@ class Engine(Protocol):
         """What this engine is: model, versions, fingerprint, self-test."""
         ...
 
-    async def extract_async(self, task: CaptureTask) -> CapturedChunk:
+    async def capture_async(self, task: CaptureTask) -> CapturedChunk:
         """Capture a chunk; cancelling the awaiting task frees its buffers.
 
         Raises:
-            InvalidInputError: A layer that the model does not have, or no sites.
-            NotOfferedError: A site kind or a position that this engine does not capture.
+            InvalidInputError: A layer that the model does not have, a position that cannot be
+                read, or no sites.
+            NotOfferedError: A site or a position that this engine does not capture.
             CaptureError: The engine failed (``engine_dead``) while it ran the chunk.
         """
         ...
 
-    def extract(self, task: CaptureTask) -> CapturedChunk:
-        """Capture a chunk and wait for it; as :meth:`extract_async`."""
+    def capture(self, task: CaptureTask) -> CapturedChunk:
+        """Capture a chunk and wait for it; as :meth:`capture_async`."""
         ...
 
     def check(self) -> None:

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from wllm_ray.capture.probe import BlockCall, ModuleCall, ProbeLog, tensors_in
+from wllm_ray.capture.probe import BlockCall, ModuleCall, ProbeLog
+from wllm_ray.capture.reading import Part, Path, Place, Side, follow, tensors_in
 from wllm_ray.errors import CaptureError
 
-__all__ = ["Residual", "Topology", "find_block_lists", "read_stream", "settle"]
+__all__ = ["Residual", "Topology", "find_block_lists", "relative_l2", "settle", "stream_of"]
 
 # Largest relative L2 between the replayed norm and what the model's own norm returned. The right
 # candidate differs by rounding only; the wrong one has been seen as near as 0.2.
@@ -38,25 +39,50 @@ class Residual(StrEnum):
     SUM = "sum of the tuple's two elements"
 
 
+# Where the parts of the stream lie in what a block returns.
+_PATHS: dict[Residual, tuple[Path, ...]] = {
+    Residual.TENSOR: ((),),
+    Residual.FIRST: ((0,),),
+    Residual.SUM: ((0,), (1,)),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What was found out about a model.
+    """What was found out about a model's stream.
 
     Attributes:
         blocks_name: Dotted name of the list of decoder blocks.
         blocks: The blocks, in order.
         residual: How the stream is read off a block's output.
-        final_norm_name: Dotted name of the model's last norm.
+        entry: Where the stream lies in the ``(args, kwargs)`` that block 0 is called with.
+        final_norm_name: Dotted name of the module that was replayed: the model's last norm.
         final_norm: That module.
+        final_norm_path: Where in its output the normed stream lies.
+        has_final_norm: Whether it is a norm of the stream, and not a projection in front of the
+            head of a model that normalises inside its blocks.
         evidence: Relative L2 of the replayed final norm, for each candidate.
     """
 
     blocks_name: str
     blocks: tuple[nn.Module, ...]
     residual: Residual
+    entry: tuple[Path, ...]
     final_norm_name: str
     final_norm: nn.Module
+    final_norm_path: Path
+    has_final_norm: bool
     evidence: dict[Residual, float]
+
+    def parts_after(self, layer: int) -> tuple[Part, ...]:
+        """What the stream after a block is made of."""
+        place = Place(self.blocks[layer], f"{self.blocks_name}.{layer}", Side.OUTPUT)
+        return tuple(Part(place, path) for path in _PATHS[self.residual])
+
+    def parts_before(self) -> tuple[Part, ...]:
+        """What the stream that enters block 0 is made of."""
+        place = Place(self.blocks[0], f"{self.blocks_name}.0", Side.INPUT)
+        return tuple(Part(place, path) for path in self.entry)
 
     def describe(self) -> str:
         """How the stream is read and what speaks for it, in one line."""
@@ -86,31 +112,18 @@ def find_block_lists(model: nn.Module, num_layers: int) -> dict[str, tuple[nn.Mo
     return {name: blocks for blocks, name in found.items()}
 
 
-def read_stream(output: Any, residual: Residual, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """The residual stream after a block, as memory of its own.
+def stream_of(output: Any, residual: Residual) -> torch.Tensor:
+    """[T, D]: the whole stream after a block.
 
-    The one place where the stream is read, for hooks, settling and self-test alike. A sum is made
-    in the model's own dtype, because that is the number that the next block goes on with.
-
-    Args:
-        output: What the block returned.
-        residual: How to read it.
-        rows: [K] int64 flat rows to keep, on the output's device; all of them where None.
-
-    Returns:
-        [K, D] in the model's dtype, sharing no memory with ``output``.
+    A sum is made in the model's own dtype, because that is the number that the next block goes on
+    with.
     """
-    if residual is Residual.SUM:
-        branch, stream = _flat(output[0], rows), _flat(output[1], rows)
-        return branch + stream
-    chosen = output if residual is Residual.TENSOR else output[0]
-    flat = _flat(chosen, rows)
-    return flat.clone() if rows is None else flat
+    first, *rest = (_flat(follow(output, path)) for path in _PATHS[residual])
+    return first + rest[0] if rest else first
 
 
-def _flat(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    flat = tensor.squeeze(0) if tensor.ndim == 3 else tensor  # noqa: PLR2004 ([1, T, D])
-    return flat if rows is None else flat.index_select(0, rows)
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.squeeze(0) if tensor.ndim == 3 else tensor  # noqa: PLR2004 ([1, T, D])
 
 
 def settle(
@@ -129,12 +142,22 @@ def settle(
     name = _the_list_that_ran(log, blocks)
     calls = log.block_calls[name]
     _check_structure(name, calls, log)
-    norm_call = _find_norm(log, name)
+    norm_call, is_norm = _find_norm(log, name)
     norm = modules[norm_call.name]
     evidence = _replay(norm, norm_call, calls[-1].output)
     residual = _choose(evidence, calls[-1].output, norm_call)
-    _check_chain(name, calls, residual)
-    return Topology(name, blocks[name], residual, norm_call.name, norm, evidence)
+    entry = _follow_chain(name, calls, residual)
+    return Topology(
+        blocks_name=name,
+        blocks=blocks[name],
+        residual=residual,
+        entry=entry,
+        final_norm_name=norm_call.name,
+        final_norm=norm,
+        final_norm_path=norm_call.path,
+        has_final_norm=is_norm,
+        evidence=evidence,
+    )
 
 
 def _the_list_that_ran(log: ProbeLog, blocks: dict[str, tuple[nn.Module, ...]]) -> str:
@@ -177,34 +200,38 @@ def _describe(output: Any) -> str:
 def _candidates(output: Any) -> dict[Residual, torch.Tensor]:
     """What could be the stream, given what a block returned."""
     if isinstance(output, torch.Tensor):
-        return {Residual.TENSOR: read_stream(output, Residual.TENSOR)}
+        return {Residual.TENSOR: stream_of(output, Residual.TENSOR)}
     if not isinstance(output, tuple) or not 1 <= len(output) <= 2:  # noqa: PLR2004
         return {}
     if not isinstance(output[0], torch.Tensor):
         return {}
-    first = {Residual.FIRST: read_stream(output, Residual.FIRST)}
+    first = {Residual.FIRST: stream_of(output, Residual.FIRST)}
     if len(output) == 1 or output[1] is None:
         return first
-    if not isinstance(output[1], torch.Tensor) or output[1].shape != output[0].shape:
+    if not isinstance(output[1], torch.Tensor):
         return {}
-    return first | {Residual.SUM: read_stream(output, Residual.SUM)}
+    if output[1].shape != output[0].shape:
+        # Attention weights, which some models of Transformers return beside the stream.
+        return first
+    return first | {Residual.SUM: stream_of(output, Residual.SUM)}
 
 
-def _find_norm(log: ProbeLog, blocks_name: str) -> ModuleCall:
+def _find_norm(log: ProbeLog, blocks_name: str) -> tuple[ModuleCall, bool]:
     """The first module entered after the last block whose output has the stream's width.
 
     Models that normalise inside their blocks have none; there it is the first module that ran on
-    every token, a projection in front of the head, which speaks for the stream just as well.
+    every token, a projection in front of the head, which speaks for the stream just as well. A
+    module that returns its input (a dropout that is off) says nothing.
     """
     after = [
         (call, call.output.shape)
         for call in log.after_blocks[blocks_name]
-        if call.output is not None
+        if call.output is not None and not call.unchanged
     ]
     as_wide = [call for call, shape in after if shape[-1] == log.hidden_size]
     on_all = [call for call, shape in after if math.prod(shape[:-1]) == log.num_tokens]
     for call in as_wide or on_all:
-        return call
+        return call, bool(as_wide)
     raise _unknown(
         f"no module with an output of width {log.hidden_size}, or of every token, ran after the "
         f"last block of {blocks_name}; modules seen: {[call.name for call, _ in after]}"
@@ -251,24 +278,35 @@ def _choose(evidence: dict[Residual, float], output: Any, call: ModuleCall) -> R
     return best
 
 
-def _check_chain(name: str, calls: Sequence[BlockCall], residual: Residual) -> None:
+def _follow_chain(name: str, calls: Sequence[BlockCall], residual: Residual) -> tuple[Path, ...]:
     """Each block goes on with exactly what the block before it returned.
 
-    Only the last block's output is settled by the norm; this carries it to the others.
+    Only the last block's output is settled by the norm; this carries it to the others. Returns
+    where the stream lies in what block 0 is given: the places where later blocks are given it.
     """
+    paths = _PATHS[residual]
+    places: tuple[Path, ...] = ()
     for before, after in pairwise(calls):
-        for part in _parts(before.output, residual):
-            if not any(_same(part, given) for given in after.inputs):
-                raise _unknown(
-                    f"block {after.index} of {name} does not receive what block {before.index} "
-                    f"returned ({_describe(before.output)})"
-                )
+        found = [_find(before.outputs[path], after) for path in paths]
+        if any(place is None for place in found):
+            raise _unknown(
+                f"block {after.index} of {name} does not receive what block {before.index} "
+                f"returned ({_describe(before.output)})"
+            )
+        places = places or tuple(place for place in found if place is not None)
+    entering = calls[0].inputs
+    entry = tuple(place for place in places if place in entering)
+    if not entry:
+        wide = calls[-1].outputs[paths[0]].shape
+        entry = tuple(path for path, tensor in entering.items() if tensor.shape == wide)[:1]
+    if not entry:
+        raise _unknown(f"block 0 of {name} is given no stream; inputs: {list(entering)}")
+    return entry
 
 
-def _parts(output: Any, residual: Residual) -> tuple[torch.Tensor, ...]:
-    if residual is Residual.TENSOR:
-        return (output,)
-    return tuple(output[:2]) if residual is Residual.SUM else (output[0],)
+def _find(value: torch.Tensor, call: BlockCall) -> Path | None:
+    """Where a block is given exactly this."""
+    return next((path for path, given in call.inputs.items() if _same(value, given)), None)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

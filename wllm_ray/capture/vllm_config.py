@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from wllm_ray.capture.admission import MIN_PASS_TOKENS
+from wllm_ray.capture.precision import Precision, dtype_for, use_ieee_matmuls
 from wllm_ray.capture.profiles import check_vllm_version
 from wllm_ray.capture.vllm_worker import prefer_invariant_kernels
 from wllm_ray.errors import InvalidInputError, NotOfferedError
@@ -53,6 +54,9 @@ class EngineOptions:
     threads: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
+    precision: Precision = "native"
+    prefix_caching: bool = False
+    depth_bounded: bool = True
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     allow_unprofiled_vllm: bool = False
@@ -73,6 +77,7 @@ class EngineOptions:
                 "replicas instead",
                 code="parallelism_not_offered",
             )
+        dtype_for(self.precision, self.dtype)
         if self.prefill_split_tokens < _MIN_SPLIT_TOKENS:
             raise InvalidInputError(
                 f"prefill_split_tokens must be at least {_MIN_SPLIT_TOKENS}, found "
@@ -139,6 +144,8 @@ def build_config(options: EngineOptions) -> BuiltConfig:
     threads = _set_threads(options.threads) if on_cpu else None
     if on_cpu:
         prefer_invariant_kernels()
+    if options.precision == "matched":
+        use_ieee_matmuls()
     config = EngineArgs(**_engine_args(options, on_cpu=on_cpu)).create_engine_config()
     max_model_len = _make_room(config.model_config)
     if on_cpu and options.kv_cache_memory_bytes is None:
@@ -156,8 +163,9 @@ def _dtype(options: EngineOptions) -> str:
     """``auto`` means the dtype that the model was saved in; vLLM's own ``auto`` narrows float32."""
     from vllm.transformers_utils.config import get_config
 
-    if options.dtype != "auto":
-        return options.dtype
+    dtype = dtype_for(options.precision, options.dtype)
+    if dtype != "auto":
+        return dtype
     trust = bool(options.vllm_args.get("trust_remote_code", False))
     config = get_config(options.model, trust_remote_code=trust, revision=options.revision)
     saved = config.get_text_config().dtype
@@ -176,7 +184,7 @@ def _engine_args(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
         # One more for the filler.
         "max_num_seqs": requests + 1,
         "enforce_eager": True,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": options.prefix_caching,
         "enable_chunked_prefill": True,
         "async_scheduling": False,
         "worker_extension_cls": _EXTENSION,

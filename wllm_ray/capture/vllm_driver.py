@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from wllm_ray.capture.admission import Limits
+from wllm_ray.capture.anatomy import Anatomy
+from wllm_ray.capture.coverage import SitesWanted
 from wllm_ray.capture.passes import PassCapture
 from wllm_ray.capture.topology import Topology
 from wllm_ray.capture.vllm_config import BuiltConfig, EngineOptions, build_config
@@ -56,7 +58,7 @@ def build_driver(options: EngineOptions) -> VLLMDriver:
 
     config = built.vllm_config
     core = EngineCore(config, Executor.get_class(config), log_stats=False)
-    return VLLMDriver(core, built, pass_tokens=options.prefill_split_tokens)
+    return VLLMDriver(core, built, options)
 
 
 class VLLMDriver:
@@ -64,34 +66,64 @@ class VLLMDriver:
 
     Attributes:
         facts: What the worker knows of its model.
-        topology: Where the residual stream is read.
+        topology: Where the residual stream is.
+        anatomy: Every site that can be read, and how.
         capture: The reservations; rows reserved here are captured in the passes to come.
         limits: What one pass can hold.
         max_model_len: Tokens of the longest prompt.
         threads: CPU threads, or None on a GPU.
     """
 
-    def __init__(self, core: Any, built: BuiltConfig, *, pass_tokens: int) -> None:
+    def __init__(self, core: Any, built: BuiltConfig, options: EngineOptions) -> None:
         self._core = core
+        self._prefix_caching = options.prefix_caching
         self.max_model_len = built.max_model_len
         self.threads = built.threads
         self._wants_logprobs = False
         try:
-            self.limits = _limits(core, pass_tokens, built.max_model_len)
+            self.limits = _limits(core, options.prefill_split_tokens, built.max_model_len)
             self.facts: WorkerFacts = self._rpc("wllm_facts")
-            self.topology: Topology = self._rpc("wllm_settle", self._probe_pass)
-            self.capture: PassCapture = self._rpc("wllm_install", self.topology)
+            settled = self._rpc("wllm_settle", self._probe_pass, _PROBE_TOKENS)
+            self.topology: Topology = settled[0]
+            self.anatomy: Anatomy = settled[1]
+            self.capture: PassCapture = self._rpc("wllm_install", self.topology, self.anatomy)
         except BaseException:
             self.close()
             raise
 
-    def add(self, request_id: str, token_ids: Sequence[int], num_logprobs: int | None) -> None:
-        """Hand a prompt to the scheduler."""
+    def add(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        wanted: SitesWanted | None = None,
+        num_logprobs: int | None = None,
+        max_tokens: int = 1,
+    ) -> None:
+        """Hand a prompt to the scheduler.
+
+        Args:
+            request_id: Never used before.
+            token_ids: The prompt.
+            wanted: What is read of it; None where nothing is and the pass may be as shallow as the
+                others in it allow.
+            num_logprobs: How many of the likeliest next tokens to return.
+            max_tokens: How many tokens to generate; the first is of no use where the pass is cut.
+        """
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
+        depth = -1 if wanted is None else wanted.depth
+        if num_logprobs is None and max_tokens == 1:
+            self.capture.expect(request_id, depth)
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, logprobs=num_logprobs, detokenize=False, ignore_eos=True
+            max_tokens=max_tokens,
+            temperature=0.0,
+            logprobs=num_logprobs,
+            detokenize=False,
+            ignore_eos=True,
+            # A cached token is never run, so nothing can be read of it.
+            skip_reading_prefix_cache=wanted is None or not wanted.last_only,
         )
         request = EngineCoreRequest(
             request_id=request_id,
@@ -101,7 +133,8 @@ class VLLMDriver:
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=None,
-            cache_salt=None,
+            # What a shallow pass left in the cache has nothing of the deeper blocks.
+            cache_salt=f"wllm-depth-{depth}" if self._prefix_caching else None,
             data_parallel_rank=None,
         )
         self._core.add_request(*self._core.preprocess_add_request(request))
@@ -133,7 +166,7 @@ class VLLMDriver:
 
     def log_probabilities(self, rows: Any) -> Any:
         """[N, vocab] float32 from [N, hidden] rows of the last block."""
-        return self._rpc("wllm_log_probabilities", self.topology, rows)
+        return self._rpc("wllm_log_probabilities", self.topology, self.capture, rows)
 
     def close(self) -> None:
         """Free the model and the key-value cache."""
@@ -142,11 +175,13 @@ class VLLMDriver:
     def _rpc(self, method: str, *args: Any) -> Any:
         return self._core.collective_rpc(method, args=args)[0]
 
-    def _probe_pass(self) -> int:
+    def _probe_pass(self) -> None:
         vocabulary = self.facts.vocab_size
-        self.add("wllm-probe", [7 + i % (vocabulary - 8) for i in range(_PROBE_TOKENS)], None)
-        self.step()
-        return _PROBE_TOKENS
+        ids = [7 + i % (vocabulary - 8) for i in range(_PROBE_TOKENS)]
+        # Compiled helpers would hide what they do from the probe.
+        with torch.compiler.set_stance("force_eager"):
+            self.add("wllm-probe", ids, max_tokens=1, num_logprobs=0)
+            self.step()
 
 
 def _finished(output: Any) -> Finished:

@@ -1,7 +1,7 @@
 """The worker extension: where wllm_ray reaches into vLLM, and the only place that patches it.
 
 Every vLLM internal that capture depends on, with the version that it was seen in and what happens
-when it changes. Numbers 1 to 8 and 15 are used here, 9 to 14 in
+when it changes. Numbers 1 to 8 and 15 to 17 are used here, 9 to 14 and 18 in
 :mod:`wllm_ray.capture.vllm_config` and :mod:`wllm_ray.capture.vllm_driver`.
 
  1. ``ParallelConfig.worker_extension_cls`` (0.32.0): mixes this class into the worker. A name that
@@ -50,6 +50,15 @@ when it changes. Numbers 1 to 8 and 15 are used here, 9 to 14 in
     loaded, because weights are packed for one kernel or the other at that time. Costs up to an
     eighth of the speed. Read nowhere else, so without AMX it changes nothing. Gone or without
     effect: the self-test finds class ``tolerance``.
+16. V1 ``runner._sample(logits, spec_decode_metadata)`` and ``runner.model.compute_logits(hidden)``
+    (0.32.0): left out of passes in which nobody wants a token, which then get token 0 and finish.
+    Gone: ``AttributeError`` at start. No longer called there: the head runs, which only costs time.
+17. V2 ``runner.sample(hidden_states, input_batch, grammar_output)`` and
+    ``get_num_sampled_and_rejected`` (0.32.0): the same for the second runner.
+18. ``SamplingParams.skip_reading_prefix_cache``, ``EngineCoreRequest.cache_salt`` (0.32.0): a
+    request that is read before its last token computes all of itself; entries made at one depth
+    are not read at another. Gone: fails with the first request. Without effect: coverage fails the
+    rows.
 """
 
 from __future__ import annotations
@@ -63,10 +72,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from wllm_ray.capture.hooks import BlockHooks
+from wllm_ray.capture.anatomy import Anatomy, dissect
+from wllm_ray.capture.depth import DepthBound
+from wllm_ray.capture.hooks import SiteHooks
 from wllm_ray.capture.passes import PassCapture
 from wllm_ray.capture.probe import Probe
 from wllm_ray.capture.router import Pass
+from wllm_ray.capture.staging import stager_for
 from wllm_ray.capture.topology import Topology, find_block_lists, settle
 from wllm_ray.errors import CaptureError
 
@@ -120,33 +132,39 @@ class CaptureExtension:
             recurrent=bool(config.has_inner_state),
         )
 
-    def wllm_settle(self, run_probe_pass: Callable[[], int]) -> Topology:
-        """Find the blocks and how to read them, while ``run_probe_pass`` runs exactly one pass.
+    def wllm_settle(
+        self, run_probe_pass: Callable[[], None], num_tokens: int
+    ) -> tuple[Topology, Anatomy]:
+        """Find the blocks and every site, while ``run_probe_pass`` runs exactly one pass.
 
         Args:
-            run_probe_pass: Runs the pass through this engine and returns its number of tokens.
+            run_probe_pass: Runs the pass through this engine.
+            num_tokens: How many tokens it has.
         """
         facts, model = self.wllm_facts(), self.model_runner.model
         lists = find_block_lists(model, facts.num_layers)
-        with Probe(model, lists, facts.hidden_size) as probe:
-            probe.log.num_tokens = run_probe_pass()
+        with Probe(model, lists, facts.hidden_size, num_tokens) as probe:
+            run_probe_pass()
         with torch.inference_mode():
-            return settle(probe.log, lists, dict(model.named_modules()))
+            topology = settle(probe.log, lists, dict(model.named_modules()))
+            return topology, dissect(probe.log, topology)
 
-    def wllm_install(self, topology: Topology) -> PassCapture:
-        """Put the hooks on the blocks and follow the runner's passes from now on."""
-        hooks = BlockHooks(topology.blocks, topology.residual, self.wllm_facts().device)
-        capture = PassCapture(hooks)
-        _follow_passes(self.model_runner, capture)
+    def wllm_install(self, topology: Topology, anatomy: Anatomy) -> PassCapture:
+        """Follow the runner's passes from now on."""
+        runner = self.model_runner
+        hooks = SiteHooks(anatomy.readings, stager_for(self.wllm_facts().device))
+        capture = PassCapture(hooks, DepthBound(runner.model, topology.blocks))
+        _follow_passes(runner, capture)
         return capture
 
     def wllm_log_probabilities(
-        self, topology: Topology, rows: np.ndarray[Any, np.dtype[np.float32]]
+        self, topology: Topology, capture: PassCapture, rows: np.ndarray[Any, np.dtype[np.float32]]
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Next-token log-probabilities from captured rows of the last block.
 
         Args:
             topology: Where the final norm is.
+            capture: What follows the passes; it must let the head run.
             rows: [N, hidden] float32.
 
         Returns:
@@ -157,6 +175,7 @@ class CaptureExtension:
             stream = torch.from_numpy(rows).to(facts.device, facts.dtype)
             normed = topology.final_norm(stream)
             normed = normed[0] if isinstance(normed, tuple) else normed
+            capture.headless = False
             logits = self.model_runner.model.compute_logits(normed)
             result: np.ndarray[Any, np.dtype[np.float32]] = (
                 torch.log_softmax(logits.float(), dim=-1).cpu().numpy()
@@ -169,8 +188,10 @@ def _follow_passes(runner: Any, capture: PassCapture) -> None:
     read: Callable[..., Pass]
     if hasattr(runner, "_prepare_inputs"):
         name, read = "_prepare_inputs", _read_v1
+        _leave_out_head_v1(runner, capture)
     elif hasattr(runner, "prepare_inputs"):
         name, read = "prepare_inputs", _read_v2
+        _leave_out_head_v2(runner, capture)
     else:
         raise CaptureError(
             f"the model runner {type(runner).__qualname__} has neither _prepare_inputs (V1) nor "
@@ -192,6 +213,50 @@ def _follow_passes(runner: Any, capture: PassCapture) -> None:
 
     setattr(runner, name, prepare_and_begin)
     runner.execute_model = execute_and_end
+
+
+def _leave_out_head_v1(runner: Any, capture: PassCapture) -> None:
+    """Give every request token 0 in passes in which nobody wants one (16)."""
+    from vllm.v1.outputs import SamplerOutput
+
+    compute_logits, sample = runner.model.compute_logits, runner._sample  # noqa: SLF001
+
+    def logits_or_none(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if capture.headless:
+            return hidden.new_zeros((hidden.shape[0], 1))
+        return compute_logits(hidden, *args, **kwargs)
+
+    def sample_or_not(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if capture.headless:
+            ids = torch.zeros((logits.shape[0], 1), dtype=torch.int32, device=logits.device)
+            return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=None)
+        return sample(logits, *args, **kwargs)
+
+    runner.model.compute_logits = logits_or_none
+    runner._sample = sample_or_not  # noqa: SLF001
+
+
+def _leave_out_head_v2(runner: Any, capture: PassCapture) -> None:
+    """The same for the second runner (17)."""
+    from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+    sample = runner.sample
+
+    def sample_or_not(hidden: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not capture.headless:
+            return sample(hidden, batch, *args, **kwargs)
+        sampled, rejected = get_num_sampled_and_rejected(
+            batch.seq_lens.new_ones(batch.num_reqs),
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            runner.req_states.prefill_len.gpu,
+        )
+        ids = torch.zeros((batch.num_reqs, 1), dtype=torch.int64, device=runner.device)
+        return SamplerOutput(ids, None, None, sampled, rejected), sampled, rejected
+
+    runner.sample = sample_or_not
 
 
 def _guarded(capture: PassCapture, action: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ from wllm_ray.cli.options import (
     BatchSize,
     DatasetId,
     Layers,
+    Layout,
     Position,
     Resume,
     RowsPerShard,
@@ -27,6 +28,7 @@ from wllm_ray.cli.reporting import ends_with_json
 if TYPE_CHECKING:
     from wllm_ray.cli.progress import ProgressBar
     from wllm_ray.coordinator import FlowLimits
+    from wllm_ray.schema import ShardLayout
 
 __all__ = ["activations"]
 
@@ -59,6 +61,7 @@ def activations(  # noqa: PLR0913 (one option per thing that can be asked)
     position: Position = "last_prompt",
     batch_size: BatchSize = "auto",
     rows_per_shard: RowsPerShard = None,
+    shard_layout: Layout = "auto",
     dataset_id: DatasetId = None,
     resume: Resume = True,
     api_key: ApiKey = None,
@@ -88,6 +91,7 @@ def activations(  # noqa: PLR0913 (one option per thing that can be asked)
             asked,
             dataset_id=dataset_id,
             rows_per_shard=rows_per_shard,
+            shard_layout=shard_layout,
             batch_size=batch_size_of(batch_size),
             resume=resume,
         )
@@ -124,6 +128,7 @@ class _Run:
         *,
         dataset_id: str | None,
         rows_per_shard: int | None,
+        shard_layout: ShardLayout,
         batch_size: int | Literal["auto"],
         resume: bool,
     ) -> int:
@@ -145,7 +150,9 @@ class _Run:
             schema = await self._connection.get("/v1/extraction-schema", ExtractionSchema)
             selection = selection_of(card, **asked)
             limits = ShardLimits() if rows_per_shard is None else ShardLimits(rows_per_shard)
-            plan = SourcePlan(card, selection, source, dataset_id, limits)
+            plan = SourcePlan(
+                card, selection, source, dataset_id, limits, shard_layout=shard_layout
+            )
             remote = Remote(self._connection, card, selection, schema)
             options = RunOptions(batch_size, resume, self._flow())
             with _progress(quiet=self._quiet) as progress:

@@ -83,5 +83,5 @@ def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return "\n".join(f"{key}: {_shown(inner)}" for key, inner in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value))
+        return ", ".join(map(_shown, value))
     return "–" if value is None else str(value)

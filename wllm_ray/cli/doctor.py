@@ -27,6 +27,14 @@ LocalFiles = Annotated[bool, typer.Option(help="The model must be here already."
 RuntimeMode = Annotated[str, typer.Option(help="What the application runs.")]
 CaptureMode = Annotated[str, typer.Option(help="When activations are taken.")]
 DashboardUrl = Annotated[str, typer.Option(help="Ray's dashboard.")]
+SelfTest = Annotated[
+    bool,
+    typer.Option("--self-test", help="Load --model and prove that what is captured is right."),
+]
+Dtype = Annotated[str, typer.Option(help="The engine's dtype, for --self-test.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(min=1, help="Longest row in tokens, for --self-test.")
+]
 Config = Annotated[
     Path | None,
     typer.Option(
@@ -50,12 +58,17 @@ def doctor(  # noqa: PLR0913 (the application's own settings)
     capture_mode: CaptureMode = "replay",
     dashboard_url: DashboardUrl = LOCAL_DASHBOARD,
     config: Config = None,
+    self_test: SelfTest = False,
+    dtype: Dtype = "auto",
+    max_model_len: MaxModelLen = None,
     as_json: AsJson = False,
 ) -> None:
     """Check versions, device, memory, model files, storage and Ray with the given settings.
 
     Exits with 0 when no check fails, else 2. Nothing is changed, but for a small object that is
-    written to the storage root and removed again.
+    written to the storage root and removed again. With --self-test the model is loaded here and
+    what a replica proves before it is ready is proven: each check with what was found, and the
+    reproducibility class.
     """
     from wllm_ray.doctor import Settings, run_checks
 
@@ -71,6 +84,9 @@ def doctor(  # noqa: PLR0913 (the application's own settings)
             capture_mode=capture_mode,
             dashboard_url=dashboard_url,
             config=config,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            self_test=self_test,
         )
     )
     failed = [check for check in checks if check.status == "fail"]

@@ -19,6 +19,7 @@ __all__ = [
     "BatchSize",
     "DatasetId",
     "Layers",
+    "Layout",
     "Position",
     "Resume",
     "RowsPerShard",
@@ -42,7 +43,21 @@ Sites = Annotated[
     list[str] | None,
     typer.Option("--hook-site", "--sites", help="Further sites by name: `L12_resid_post`."),
 ]
-Position = Annotated[str, typer.Option(help="Which token of a row.")]
+Position = Annotated[
+    str,
+    typer.Option(
+        help="Which tokens of a row: `last_prompt`, `first`, `all_prompt` (one activation per "
+        "token), `mean_prompt` (the mean over them), or `index:0,-1` (chosen ones, in this order; "
+        "negative from the end)."
+    ),
+]
+Layout = Annotated[
+    Literal["auto", "stacked", "per_site"],
+    typer.Option(
+        "--shard-layout",
+        help="One array of all sites, or one file per site; `auto` stacks sites of one width.",
+    ),
+]
 BatchSize = Annotated[str, typer.Option(help="Rows per request, or `auto`.")]
 RowsPerShard = Annotated[
     int | None, typer.Option(min=1, max=1_048_576, help="Upper bound of a shard.")
@@ -64,8 +79,8 @@ def selection_of(
     """What the options ask of every row.
 
     Raises:
-        InvalidInputError: A layer or site that cannot be.
-        NotOfferedError: A site kind or position that is not captured here.
+        InvalidInputError: A layer, site or position that cannot be.
+        NotOfferedError: A site or position that is not captured here.
     """
     from wllm_ray.requests import select
 

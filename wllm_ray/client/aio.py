@@ -12,7 +12,6 @@ from obstore.store import MemoryStore
 
 from wllm_ray.answers import rows_failed
 from wllm_ray.client.connection import Connection
-from wllm_ray.client.inputs import Input, as_list, input_rows
 from wllm_ray.client.job import run_over_http
 from wllm_ray.client.ready import wait_ready
 from wllm_ray.client.remote import Remote, check_answer
@@ -22,12 +21,14 @@ from wllm_ray.dataset.remote import ObjectStore
 from wllm_ray.dataset.store import Root, open_store
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import CaptureError, IntegrityError, InvalidInputError
+from wllm_ray.inputs import Input, as_list, input_rows
 from wllm_ray.job.run import RunOptions
 from wllm_ray.job.source import SourcePlan
 from wllm_ray.plan import ShardLimits
+from wllm_ray.positions import PositionLike
 from wllm_ray.records import InputRow
 from wllm_ray.requests import Selection, select
-from wllm_ray.schema import ActivationResponse, ExtractionSchema, ModelCard
+from wllm_ray.schema import ActivationResponse, ExtractionSchema, ModelCard, ShardLayout
 from wllm_ray.tokens import make_record
 from wllm_ray.wire import JSON
 
@@ -104,8 +105,9 @@ class AsyncWLLMClient:
         layers: int | Sequence[int] | None = None,
         site: str = "block",
         sites: str | Sequence[str] | None = None,
-        position: str = "last_prompt",
+        position: PositionLike = "last_prompt",
         batch_size: int | Literal["auto"] = "auto",
+        shard_layout: ShardLayout = "auto",
         persist: bool = False,
         dataset_id: str | None = None,
     ) -> ActivationDataset:
@@ -121,8 +123,13 @@ class AsyncWLLMClient:
             layers: Zero-based decoder blocks that ``site`` applies to, or one of them.
             site: The site kind for ``layers``; ``block`` is ``resid_post``.
             sites: Further hook sites by name, for example ``L12_resid_post``, or one of them.
-            position: Which token of each input.
+            position: Which tokens of each input: ``last_prompt``, ``first``, ``all_prompt`` (each
+                of them), ``mean_prompt`` (their mean), or ``{"index": [0, -1]}``, where negative
+                indices count from the end. The dataset's ``offsets`` say which feature rows are
+                an input's.
             batch_size: Rows per chunk.
+            shard_layout: One array of all sites (``stacked``) or one per site (``per_site``);
+                ``auto`` stacks sites that are equally wide.
             persist: Have the application commit the dataset to its storage root, and load it from
                 there. Otherwise it is built on this machine, in memory.
             dataset_id: The dataset's id; default: made from what is asked.
@@ -151,11 +158,18 @@ class AsyncWLLMClient:
             position=position,
         )
         if persist:
-            return await self._persisted(card, selection, rows, batch_size, dataset_id)
+            options = {
+                "batch_size": batch_size,
+                "shard_layout": shard_layout,
+                "dataset_id": dataset_id,
+            }
+            return await self._persisted(card, selection, rows, options)
         schema = await self._connection.get("/v1/extraction-schema", ExtractionSchema)
         # The server's own limits, so that it would give its dataset the same content digest.
         limits = ShardLimits(schema.max_rows_per_shard, schema.max_bytes_per_shard)
-        plan = SourcePlan(card, selection, lambda: rows, dataset_id, limits)
+        plan = SourcePlan(
+            card, selection, lambda: rows, dataset_id, limits, shard_layout=shard_layout
+        )
         remote = Remote(self._connection, card, selection, schema)
         return await self._in_memory(remote, plan, rows, batch_size)
 
@@ -180,8 +194,7 @@ class AsyncWLLMClient:
         card: ModelCard,
         selection: Selection,
         rows: list[InputRow],
-        batch_size: int | Literal["auto"],
-        dataset_id: str | None,
+        options: Mapping[str, object],
     ) -> ActivationDataset:
         request = {
             "model": card.id,
@@ -189,8 +202,7 @@ class AsyncWLLMClient:
             "sites": selection.identity.sites,
             "position": selection.position,
             "persistence": "dataset",
-            "batch_size": batch_size,
-            "dataset_id": dataset_id,
+            **options,
         }
         answer = await self._connection.post(
             "/v1/activation-datasets", canonical_json(request), accept=JSON

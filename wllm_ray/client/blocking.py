@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import threading
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -12,43 +10,13 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import httpx
 
 from wllm_ray.client.aio import AsyncWLLMClient
+from wllm_ray.concurrency import LoopThread
 from wllm_ray.dataset.store import Root
 
 __all__ = ["WLLMClient"]
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
-
-
-class _LoopThread:
-    """An event loop in a thread of its own, which also works where the caller has a running one."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="wllm-client", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether :meth:`stop` was not called yet."""
-        return self._thread.is_alive()
-
-    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Wait for the work; an interrupted wait cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 def _blocking(
@@ -95,7 +63,7 @@ class WLLMClient:
             patience=patience,
             transport=transport,
         )
-        self._thread = _LoopThread()
+        self._thread = LoopThread("wllm-client")
 
     wait_until_ready = _blocking(AsyncWLLMClient.wait_until_ready)
     models = _blocking(AsyncWLLMClient.models)

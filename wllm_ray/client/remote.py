@@ -6,7 +6,7 @@ computed; that digest must be the one computed here, so that both sides mean the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -75,11 +75,11 @@ class Remote:
         selection: Selection,
         schema: ExtractionSchema,
     ) -> None:
-        row_bytes = len(selection.sites) * card.hidden_size * FLOAT32_BYTES
+        row_bytes = sum(selection.site_widths) * FLOAT32_BYTES
         self.card = card
         self._connection = connection
         self._selection = selection
-        self._max_rows = max(1, schema.max_inline_bytes // row_bytes)
+        self._max_feature_rows = schema.max_inline_bytes // row_bytes
         self._max_body_bytes = schema.max_body_bytes
         self._request = {
             "model": card.id,
@@ -97,9 +97,16 @@ class Remote:
         """
         rows = [row for row in chunk.rows if isinstance(row, SentRow)]
         bodies = request_bodies(
-            self._request, rows, max_rows=self._max_rows, max_bytes=self._max_body_bytes
+            self._request,
+            [(row, self._at_most(row)) for row in rows],
+            max_feature_rows=self._max_feature_rows,
+            max_bytes=self._max_body_bytes,
         )
         return [await self._ask(part, body) for part, body in bodies]
+
+    def _at_most(self, row: SentRow) -> int:
+        """Feature rows that the answer may hold for a row, which only the server tokenises."""
+        return self._selection.feature_rows_at(min(row.tokens_bound, self.card.max_model_len))
 
     async def _ask(self, rows: tuple[SentRow, ...], body: bytes) -> Answer:
         try:
@@ -122,9 +129,19 @@ class Remote:
 
 
 def request_bodies(
-    request: Mapping[str, object], rows: Sequence[SentRow], *, max_rows: int, max_bytes: int
+    request: Mapping[str, object],
+    rows: Iterable[tuple[SentRow, int]],
+    *,
+    max_feature_rows: int,
+    max_bytes: int,
 ) -> Iterator[tuple[tuple[SentRow, ...], bytes]]:
-    """Cut rows into requests that keep both bounds; a row over ``max_bytes`` goes alone.
+    """Cut rows into requests that keep both bounds; a row over one of them goes alone.
+
+    Args:
+        request: What all bodies have in common.
+        rows: Each with how many feature rows it gives at most.
+        max_feature_rows: Bound of one answer.
+        max_bytes: Bound of one body.
 
     Yields:
         (rows, request body).
@@ -132,16 +149,17 @@ def request_bodies(
     head = canonical_json(request)[:-1] + b',"rows":['
     part: list[SentRow] = []
     texts: list[bytes] = []
-    size = len(head) + 2
-    for row in rows:
+    size, expected = len(head) + 2, 0
+    for row, count in rows:
         source = row.source
         text = canonical_json({"id": source.id, "metadata": source.metadata, **source.content})
-        if part and (len(part) == max_rows or size + len(text) + 1 > max_bytes):
+        if part and (expected + count > max_feature_rows or size + len(text) + 1 > max_bytes):
             yield tuple(part), head + b",".join(texts) + b"]}"
-            part, texts, size = [], [], len(head) + 2
+            part, texts, size, expected = [], [], len(head) + 2, 0
         part.append(row)
         texts.append(text)
         size += len(text) + 1
+        expected += count
     if part:
         yield tuple(part), head + b",".join(texts) + b"]}"
 
@@ -154,23 +172,36 @@ def check_answer(
     Raises:
         CaptureError: It is not (``protocol_error``).
     """
-    if (response.sites, response.position) != (selection.identity.sites, selection.position):
-        _differs(
-            f"sites {', '.join(selection.identity.sites)} at {selection.position}",
-            f"{', '.join(response.sites)} at {response.position}",
-        )
+    expected = (selection.identity.sites, selection.site_widths, selection.position)
+    found = (response.sites, response.site_widths, response.position)
+    if found != expected:
+        _differs(_described(*expected), _described(*found))
     if len(response.rows) != len(rows):
         _differs(f"{len(rows)} rows", str(len(response.rows)))
-    for row, found in zip(rows, response.rows, strict=True):
-        if found.id != row.id:
-            _differs(f"row {row.index} with id {row.id!a}", f"id {found.id!a}")
-        if found.request_sha256 != row.request_digest:
-            _differs(
-                f"row {row.index} with request digest {row.request_digest}",
-                f"{found.request_sha256}; the model behind the address may have changed",
-            )
-        if (found.failure is None) != (found.length > 0):
-            _differs(f"row {row.index} with features or a failure", f"{found.length} feature rows")
+    for row, result in zip(rows, response.rows, strict=True):
+        _check_result(row, result, selection)
+
+
+def _check_result(row: RowRecord, result: RowResult, selection: Selection) -> None:
+    if result.id != row.id:
+        _differs(f"row {row.index} with id {row.id!a}", f"id {result.id!a}")
+    if result.request_sha256 != row.request_digest:
+        _differs(
+            f"row {row.index} with request digest {row.request_digest}",
+            f"{result.request_sha256}; the model behind the address may have changed",
+        )
+    tokens = len(result.token_ids or ())
+    wanted = 0 if result.failure else selection.feature_rows_at(tokens)
+    if result.length != wanted:
+        _differs(
+            f"row {row.index} of {tokens} tokens with {wanted} feature rows", str(result.length)
+        )
+
+
+def _described(sites: Sequence[str], widths: Sequence[int], position: str) -> str:
+    """What was captured of each row, in words."""
+    pairs = zip(sites, widths, strict=False)
+    return f"sites {', '.join(f'{site} × {width}' for site, width in pairs)} at {position}"
 
 
 def _differs(expected: str, found: str) -> None:
@@ -218,6 +249,7 @@ def _chunk(answer: Answer, card: ModelCard) -> CapturedChunk:
         row_index=_int64(index for index, _ in ran),
         lengths=_int64(result.length for _, result in ran),
         features=answer.inline.features,
+        widths=response.site_widths,
         failures={index: result.failure for index, result in ran if result.failure},
         description=_description(response, card),
         timings=response.timings,

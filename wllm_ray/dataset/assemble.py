@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wllm_ray.dataset.manifest import DatasetSpec
-from wllm_ray.dataset.shard import NPY_DTYPE, RowOutcome, all_finite
+from wllm_ray.dataset.screen import Screen
+from wllm_ray.dataset.shard import NPY_DTYPE, RowOutcome
 from wllm_ray.digest import rows_digest, token_digest
 from wllm_ray.errors import ConflictError, IntegrityError
+from wllm_ray.positions import feature_rows_of
 from wllm_ray.records import CapturedChunk, Fingerprint, RowFailure, RowRecord
 
-__all__ = ["AssembledShard", "assemble_shard", "feature_rows_of"]
-
-_ONE_PER_ROW = frozenset({"last_prompt", "first", "mean_prompt"})
+__all__ = ["AssembledShard", "assemble_shard"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class AssembledShard:
 
     Attributes:
         outcomes: One per row, in row order.
-        features: Blocks of [feature rows, sites, hidden] float32 in row order; views of the
-            chunks' own arrays.
+        features: Blocks of [feature rows, sum of the sites' widths] float32 in row order; views
+            of the chunks' own arrays.
         feature_rows: Their total.
         transient: Row index → why, for the rows to be tried again.
     """
@@ -81,12 +81,12 @@ def assemble_shard(
     for chunk in chunks:
         _check_array(spec, shard, chunk)
     results = _best_results(rows, chunks)
-    finite = [all_finite(chunk.features) for chunk in chunks]
+    screens = [Screen(spec, chunk) for chunk in chunks]
     outcomes: list[RowOutcome] = []
     spans: list[_Result] = []
     offset = 0
     for row in rows:
-        result = _screened(spec, results[row.index], chunks, finite)
+        result = _screened(results[row.index], screens)
         ids = _token_ids(row, chunks[result.chunk] if result.chunk >= 0 else None)
         outcomes.append(_outcome(spec, row, ids, result, offset))
         if result.failure is None:
@@ -96,13 +96,6 @@ def assemble_shard(
         row.index: row.failure for row in outcomes if row.failure and not row.failure.permanent
     }
     return AssembledShard(tuple(outcomes), tuple(_blocks(spans, chunks)), offset, transient)
-
-
-def feature_rows_of(position: str, tokens: int) -> int | None:
-    """How many feature rows a row of this many tokens has, or None where it depends."""
-    if position in _ONE_PER_ROW:
-        return 1
-    return tokens if position == "all_prompt" else None
 
 
 def _check_rows(spec: DatasetSpec, shard: int, rows: Sequence[RowRecord]) -> None:
@@ -143,12 +136,14 @@ def _check_fingerprints(spec: DatasetSpec, shard: int, chunks: Sequence[Captured
 
 def _check_array(spec: DatasetSpec, shard: int, chunk: CapturedChunk) -> None:
     total = int(chunk.lengths.sum())
-    expected = (total, len(spec.sites), spec.hidden_size)
+    expected = (total, sum(spec.site_widths))
     features = chunk.features
-    if features.shape != expected or features.dtype != np.dtype(NPY_DTYPE):
+    is_float32 = features.dtype == np.dtype(NPY_DTYPE)
+    if chunk.widths != spec.site_widths or features.shape != expected or not is_float32:
         raise IntegrityError(
-            f"shard {shard}: expected captured features of shape {expected} and dtype float32, "
-            f"found {features.shape} and {features.dtype}",
+            f"shard {shard}: expected captured features of shape {expected} and dtype float32 with "
+            f"site widths {spec.site_widths}, found {features.shape} and {features.dtype} with "
+            f"{chunk.widths}",
             code="array_invalid",
             stage="stage_shard",
         )
@@ -197,23 +192,11 @@ def _better(index: int, old: _Result | None, new: _Result) -> _Result:
     return old if old.rank > new.rank or old.rank == new.rank == 1 else new
 
 
-def _screened(
-    spec: DatasetSpec, result: _Result, chunks: Sequence[CapturedChunk], finite: Sequence[bool]
-) -> _Result:
+def _screened(result: _Result, screens: Sequence[Screen]) -> _Result:
     """Turn a captured result that must not be stored into a permanent failure."""
     if result.failure is not None:
         return result
-    values = chunks[result.chunk].features[result.start : result.stop]
-    failure = None
-    if not finite[result.chunk] and not all_finite(values):
-        at, site, component = np.argwhere(~np.isfinite(values))[0].tolist()
-        failure = RowFailure.of(
-            "non_finite",
-            f"{spec.sites[site]} holds NaN or infinity, first at feature row {at} of the row, "
-            f"component {component}",
-        )
-    elif values[0, 0, 0] == 0 and not values.any():  # the first value spares reading the rest
-        failure = RowFailure.of("all_zero", "every value of every site is zero")
+    failure = screens[result.chunk].failure(result.start, result.stop)
     return replace(result, failure=failure) if failure else result
 
 

@@ -74,7 +74,7 @@ def _differing_rows(
 
 def _stored_rows(store: Store, spec: DatasetSpec, shard: int) -> list[tuple[str, str]]:
     receipt = read_receipt(store.get(receipt_key(spec.dataset_id, shard)), spec, shard)
-    entry = receipt.file("rows")
+    entry = receipt.rows_file
     table = decode_rows(store.get(f"{folder(spec.dataset_id)}/{entry.name}"), entry.name)
     digests = (digest.hex() for digest in table.column("request_sha256").to_pylist())
     return list(zip(table.column("id").to_pylist(), digests, strict=True))

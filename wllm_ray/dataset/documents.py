@@ -7,20 +7,21 @@ returns has no contradiction left in it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from wllm_ray.dataset.layout import FEATURES_SUFFIX, ROWS_SUFFIX, file_name
+from wllm_ray.dataset.build import content_digest, manifest_digest
+from wllm_ray.dataset.layout import ROWS_SUFFIX, features_suffix, file_name
 from wllm_ray.dataset.manifest import (
     FORMAT_VERSION,
+    Asked,
     DatasetSpec,
     FileEntry,
     Manifest,
+    Measured,
     Receipt,
-    ShardEntry,
-    content_digest,
-    manifest_digest,
     spec_digest,
 )
 from wllm_ray.dataset.shard import NPY_DTYPE, npy_bytes
@@ -61,7 +62,7 @@ def read_receipt(data: bytes, spec: DatasetSpec, shard: int) -> Receipt:
     found = (receipt.shard, receipt.first_row, receipt.rows)
     if found != expected:
         _inconsistent(f"{where}: expected (shard, first row, rows) {expected}, found {found}")
-    _check_measured(receipt, len(spec.sites), spec.hidden_size)
+    _check_measured(receipt, spec)
     return receipt
 
 
@@ -76,7 +77,7 @@ def read_manifest(data: bytes) -> Manifest:
     _expect_digest("manifest_sha256", manifest.manifest_sha256, manifest_digest(manifest))
     _check_counts(manifest)
     for shard in manifest.shards:
-        _check_measured(shard, len(manifest.sites), manifest.hidden_size)
+        _check_measured(shard, manifest)
     try:
         spec = manifest.spec()
     except ValidationError as error:
@@ -149,7 +150,7 @@ def _check_counts(manifest: Manifest) -> None:
         "shape": (
             sum(s.feature_rows for s in manifest.shards),
             len(manifest.sites),
-            manifest.hidden_size,
+            manifest.width,
         ),
         "rows": sum(s.rows for s in manifest.shards),
         "rows_failed": sum(s.rows_failed for s in manifest.shards),
@@ -166,7 +167,7 @@ def _check_counts(manifest: Manifest) -> None:
         _inconsistent("reproducibility differs from the fingerprint's")
 
 
-def _check_measured(measured: Receipt | ShardEntry, sites: int, hidden: int) -> None:
+def _check_measured(measured: Measured, asked: Asked) -> None:
     """Counts, names, shapes and sizes of one shard against each other."""
     where = f"shard {measured.shard}"
     good = measured.rows - measured.rows_failed
@@ -175,14 +176,24 @@ def _check_measured(measured: Receipt | ShardEntry, sites: int, hidden: int) -> 
             f"{where}: {measured.rows_failed} of {measured.rows} rows failed, but there are "
             f"{measured.feature_rows} feature rows"
         )
-    if [entry.role for entry in measured.files] != ["features", "rows"]:
+    expected = [*(("features", array.site) for array in asked.arrays), ("rows", None)]
+    found = [(entry.role, entry.site) for entry in measured.files]
+    if found != expected:
         raise IntegrityError(
-            f"{where}: expected one features file and one rows file, in this order",
+            f"{where}: layout {asked.shard_layout} has the files {_listed(expected)}, in this "
+            f"order; found {_listed(found)}",
             code="manifest_invalid",
         )
-    for entry, suffix in zip(measured.files, (FEATURES_SUFFIX, ROWS_SUFFIX), strict=True):
-        _check_name(entry, measured.shard, suffix)
-    _check_features_entry(measured, (measured.feature_rows, sites, hidden))
+    for array, entry in zip(asked.arrays, measured.features_files, strict=True):
+        _check_name(entry, measured.shard, features_suffix(array.site))
+        _check_features_entry(entry, measured.shard, (measured.feature_rows, *array.axes))
+    _check_name(measured.rows_file, measured.shard, ROWS_SUFFIX)
+    if measured.rows_file.shape is not None or measured.rows_file.dtype is not None:
+        _inconsistent(f"{where}: the rows file has neither shape nor dtype")
+
+
+def _listed(files: Sequence[tuple[str, str | None]]) -> str:
+    return ", ".join(role if site is None else f"{role} of {site!a}" for role, site in files)
 
 
 def _check_name(entry: FileEntry, shard: int, suffix: str) -> None:
@@ -194,22 +205,19 @@ def _check_name(entry: FileEntry, shard: int, suffix: str) -> None:
         )
 
 
-def _check_features_entry(measured: Receipt | ShardEntry, shape: tuple[int, int, int]) -> None:
-    features, rows = measured.files
-    if features.shape != shape or features.dtype != NPY_DTYPE:
+def _check_features_entry(entry: FileEntry, shard: int, shape: tuple[int, ...]) -> None:
+    if entry.shape != shape or entry.dtype != NPY_DTYPE:
         raise IntegrityError(
-            f"shard {measured.shard}: expected features of shape {shape} and dtype {NPY_DTYPE}, "
-            f"found {features.shape} and {features.dtype!a}",
+            f"shard {shard}: expected features of shape {shape} and dtype {NPY_DTYPE}, "
+            f"found {entry.shape} and {entry.dtype!a}",
             code="array_invalid",
         )
-    if features.bytes != npy_bytes(shape):
+    if entry.bytes != npy_bytes(shape):
         raise IntegrityError(
-            f"shard {measured.shard}: features of shape {shape} take {npy_bytes(shape)} bytes, "
-            f"but {features.bytes} are recorded",
+            f"shard {shard}: features of shape {shape} take {npy_bytes(shape)} bytes, "
+            f"but {entry.bytes} are recorded",
             code="size_mismatch",
         )
-    if rows.shape is not None or rows.dtype is not None:
-        _inconsistent(f"shard {measured.shard}: the rows file has neither shape nor dtype")
 
 
 def _inconsistent(message: str) -> None:

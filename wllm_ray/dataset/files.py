@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -20,7 +21,7 @@ from wllm_ray.dataset.rowtable import read_rows
 from wllm_ray.dataset.shard import npy_array, sha256_and_finite
 from wllm_ray.dataset.staged import expect_size, standing_manifest
 from wllm_ray.dataset.store import Store
-from wllm_ray.errors import IntegrityError, NotFoundError
+from wllm_ray.errors import IntegrityError, NotFoundError, NotOfferedError
 
 __all__ = ["DatasetFiles", "Verify", "list_datasets", "open_manifest"]
 
@@ -65,7 +66,7 @@ class DatasetFiles:
         self._check = verify != "off"
         self._verified: set[str] = set()
         self._lock = threading.Lock()
-        self._kept: OrderedDict[int, NDArray[np.float32]] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], NDArray[np.float32]] = OrderedDict()
 
     def check_sizes(self) -> None:
         """Compare every file's size with the manifest, without opening any.
@@ -80,31 +81,105 @@ class DatasetFiles:
                 found = sizes.get(self._key(entry))
                 expect_size(self.store, self.manifest.dataset_id, entry, found)
 
-    def features(self, shard: int) -> NDArray[np.float32]:
-        """One shard's [feature rows, sites, hidden] float32, read-only; mapped where local.
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """[shards + 1] int64: which of all feature rows is the first of each shard."""
+        counts = [shard.feature_rows for shard in self.manifest.shards]
+        return np.cumsum([0, *counts], dtype=np.int64)
+
+    def row_shape(self, site: int | None) -> tuple[int, ...]:
+        """The shape of one feature row: (D,) of one site, (L, D) of all.
+
+        Args:
+            site: Its number, or None for all.
 
         Raises:
+            NotOfferedError: All are asked for, and they differ in width
+                (``widths_not_representable``).
+        """
+        manifest = self.manifest
+        if site is not None:
+            return (manifest.site_widths[site],)
+        if manifest.width is None:
+            widths = zip(manifest.sites, manifest.site_widths, strict=True)
+            listed = ", ".join(f"{name} has {width}" for name, width in widths)
+            raise NotOfferedError(
+                f"the sites of dataset {manifest.dataset_id!r} differ in width ({listed}), so no "
+                f"one array holds them all; ask for one site by its name, or for `to_arrow()`, "
+                f"which has a column for each",
+                code="widths_not_representable",
+            )
+        return (len(manifest.sites), manifest.width)
+
+    def features(
+        self, shard: int, site: int | None, rows: slice | NDArray[np.int64] = slice(None)
+    ) -> NDArray[np.float32]:
+        """Feature rows of one shard, [n, D] of one site or [n, L, D] of all, float32.
+
+        Only files that hold what is asked for are opened. A slice is read-only and not copied,
+        and mapped where local; but sites that have files of their own are copied into one array.
+
+        Args:
+            shard: Its number.
+            site: The site's number, or None for all.
+            rows: Which of the shard's feature rows.
+
+        Raises:
+            NotOfferedError: ``widths_not_representable``.
             IntegrityError: ``size_mismatch``, ``array_invalid``, ``digest_mismatch``,
                 ``values_not_finite``, ``file_missing`` or ``name_invalid``.
         """
-        with self._lock:
-            if shard not in self._kept:
-                self._kept[shard] = self._open_features(shard)
-                is_remote = self.store.local_path(folder(self.manifest.dataset_id)) is None
-                if is_remote and len(self._kept) > _REMOTE_SHARDS_KEPT:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(shard)
-            return self._kept[shard]
+        self.row_shape(site)
+        if self.manifest.shard_layout == "stacked":
+            stacked = self.array(shard, 0)
+            return stacked[rows] if site is None else stacked[rows, site]
+        if site is not None:
+            return self.array(shard, site)[rows]
+        parts = [self.array(shard, number)[rows] for number in range(len(self.manifest.sites))]
+        return np.stack(parts, axis=1) if len(parts) > 1 else parts[0][:, None]
 
-    def features_private(self, shard: int) -> NDArray[np.float32]:
-        """As :meth:`features`, but writable: what is written stays in this process's memory."""
-        entry = self.manifest.shards[shard].file("features")
-        checked = self.features(shard)
+    def private(self, shard: int, site: int | None) -> NDArray[np.float32]:
+        """A whole shard as :meth:`features`, but writable: what is written stays in this process.
+
+        Mapped copy-on-write where one local file holds what is asked for.
+        """
+        if self.manifest.shard_layout == "stacked":
+            stacked = self._private_array(shard, 0)
+            return stacked if site is None else stacked[:, site]
+        return self.features(shard, None) if site is None else self._private_array(shard, site)
+
+    def array(self, shard: int, number: int) -> NDArray[np.float32]:
+        """A whole features file, read-only; mapped where local.
+
+        Args:
+            shard: The shard's number.
+            number: Which of the manifest's ``arrays``.
+
+        Raises:
+            IntegrityError: As :meth:`features`.
+        """
+        key = (shard, number)
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = self._open_array(self._entry(shard, number))
+                is_remote = self.store.local_path(folder(self.manifest.dataset_id)) is None
+                most = _REMOTE_SHARDS_KEPT * len(self.manifest.arrays)
+                if is_remote and len(self._kept) > most:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(key)
+            return self._kept[key]
+
+    def _private_array(self, shard: int, number: int) -> NDArray[np.float32]:
+        entry = self._entry(shard, number)
+        checked = self.array(shard, number)
         path = self.store.local_path(self._key(entry))
         if path is None or not checked.size:
             return checked.copy()
         raw = np.asarray(np.memmap(path, np.uint8, mode="c"))
         return npy_array(raw, checked.shape, entry.name)
+
+    def _entry(self, shard: int, number: int) -> FileEntry:
+        return self.manifest.shards[shard].features_files[number]
 
     def rows(self, shard: int) -> pa.RecordBatch:
         """One shard's rows table.
@@ -113,14 +188,13 @@ class DatasetFiles:
             IntegrityError: ``size_mismatch``, ``digest_mismatch``, ``table_invalid``,
                 ``rows_inconsistent``, ``file_missing`` or ``name_invalid``.
         """
-        entry = self.manifest.shards[shard].file("rows")
+        entry = self.manifest.shards[shard].rows_file
         data = self._bytes(entry)
         if self._check and entry.name not in self._verified:
             self._expect_digest(entry, hashlib.sha256(data.data).hexdigest())
-        return read_rows(data, self.manifest.shards[shard])
+        return read_rows(data, self.manifest.shards[shard], self.manifest.position)
 
-    def _open_features(self, shard: int) -> NDArray[np.float32]:
-        entry = self.manifest.shards[shard].file("features")
+    def _open_array(self, entry: FileEntry) -> NDArray[np.float32]:
         raw = self._bytes(entry)
         array = npy_array(raw, entry.shape or (), entry.name)
         if self._check and entry.name not in self._verified:

@@ -9,7 +9,6 @@ from wllm_ray.schema import DATASET_ID_PATTERN
 
 __all__ = [
     "DATASETS",
-    "FEATURES_SUFFIX",
     "MANIFEST_NAME",
     "ROWS_SUFFIX",
     "SPEC_NAME",
@@ -17,6 +16,7 @@ __all__ = [
     "check_dataset_id",
     "check_key",
     "content_prefix",
+    "features_suffix",
     "file_name",
     "folder",
     "manifest_key",
@@ -29,7 +29,6 @@ __all__ = [
 DATASETS = "datasets"
 SPEC_NAME = "spec.json"
 MANIFEST_NAME = "manifest.json"
-FEATURES_SUFFIX = ".npy"
 ROWS_SUFFIX = ".rows.arrow"
 TEMPORARY_PREFIX = ".tmp-"
 
@@ -104,6 +103,11 @@ def receipt_shard(name: str) -> int | None:
 def content_prefix(dataset_id: str, shard: int) -> str:
     """What a shard file's key begins with; the digest and a suffix follow."""
     return f"{folder(dataset_id)}/shard-{shard:05d}-"
+
+
+def features_suffix(site: str | None) -> str:
+    """What the name of a features file ends with: that of one site, or with None of all."""
+    return ".npy" if site is None else f".{site}.npy"
 
 
 def file_name(shard: int, sha256: str, suffix: str) -> str:

@@ -1,15 +1,17 @@
 """The three documents of a dataset: spec, receipt, manifest. FORMAT.md says what each key means.
 
-All are stored as canonical JSON; :mod:`.documents` reads them.
+All are stored as canonical JSON; :mod:`.documents` reads them, :mod:`.build` makes the manifest.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from itertools import accumulate
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, StringConstraints, model_validator
 
 from wllm_ray.digest import canonical_json, sha256_hex
+from wllm_ray.positions import canonical_position
 from wllm_ray.records import (
     Fingerprint,
     ModelIdentity,
@@ -22,21 +24,20 @@ from wllm_ray.sites import parse_site
 
 __all__ = [
     "FORMAT_VERSION",
+    "Asked",
     "DatasetSpec",
+    "FeatureArray",
     "FileEntry",
     "Manifest",
+    "Measured",
     "Receipt",
     "ShardEntry",
     "ShardSpec",
-    "build_manifest",
-    "content_digest",
     "document_bytes",
-    "manifest_digest",
     "spec_digest",
 ]
 
 FORMAT_VERSION = 1
-CONTENT_FORMAT = "wllm_ray.content/1"
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -52,32 +53,72 @@ class ShardSpec(Record):
     requests_sha256: Sha256
 
 
-class _Asked(Record):
+class FeatureArray(NamedTuple):
+    """An array that every shard has, in a features file of its own.
+
+    Attributes:
+        site: The site that it is of, or None where it holds all of them.
+        columns: Its part of a feature row in which all sites lie side by side.
+        axes: The shape of one feature row: (D,) of one site, (L, D) of all.
+    """
+
+    site: str | None
+    columns: slice
+    axes: tuple[int, ...]
+
+
+class Asked(Record):
     """What a dataset was asked to be; shared by spec and manifest."""
 
     dataset_id: DatasetId
     model: ModelIdentity
     tokenizer: TokenizerIdentity
     sites: Annotated[tuple[str, ...], Field(min_length=1)]
+    site_widths: tuple[Positive, ...]
     position: Annotated[str, Field(min_length=1)]
     capture_mode: Annotated[str, Field(min_length=1)]
     storage_dtype: Literal["float32"]
     shard_format: Literal["npy"]
-    hidden_size: Positive
+    shard_layout: Literal["stacked", "per_site"]
     rows: Positive
     max_rows_per_shard: Positive
     max_bytes_per_shard: Positive
 
     @model_validator(mode="after")
-    def _canonical_sites(self) -> _Asked:
+    def _canonical_sites(self) -> Asked:
         if len(set(self.sites)) != len(self.sites):
             raise ValueError("a hook site is listed twice")
         if any(str(parse_site(site)) != site for site in self.sites):
             raise ValueError("a hook site is not in its canonical form")
+        if len(self.site_widths) != len(self.sites):
+            raise ValueError("site_widths is not one width for each site")
+        if self.shard_layout == "stacked" and self.width is None:
+            raise ValueError("sites of different widths cannot be stacked")
         return self
 
+    @model_validator(mode="after")
+    def _canonical_position(self) -> Asked:
+        if canonical_position(self.position) != self.position:
+            raise ValueError("the position is not in its canonical form")
+        return self
 
-class DatasetSpec(_Asked):
+    @property
+    def width(self) -> int | None:
+        """The width that all sites have, or None where they differ."""
+        return self.site_widths[0] if len(set(self.site_widths)) == 1 else None
+
+    @property
+    def arrays(self) -> tuple[FeatureArray, ...]:
+        """The arrays of every shard, in the order of their files."""
+        ends = tuple(accumulate(self.site_widths))
+        if self.shard_layout == "stacked":
+            axes = (len(self.sites), self.site_widths[0])
+            return (FeatureArray(None, slice(0, ends[-1]), axes),)
+        parts = zip(self.sites, self.site_widths, ends, strict=True)
+        return tuple(FeatureArray(site, slice(end - n, end), (n,)) for site, n, end in parts)
+
+
+class DatasetSpec(Asked):
     """What was asked: stored first, create-only, as ``spec.json``."""
 
     format: Literal["wllm_ray.spec"] = "wllm_ray.spec"
@@ -99,17 +140,21 @@ class DatasetSpec(_Asked):
 
 
 class FileEntry(Record):
-    """One file of a shard. ``shape`` and ``dtype`` belong to the features file only."""
+    """One file of a shard. ``shape`` and ``dtype`` belong to features files only.
+
+    ``site`` is the one that the file holds alone, else None.
+    """
 
     name: str
     role: Literal["features", "rows"]
+    site: str | None
     bytes: Count
     sha256: Sha256
     shape: tuple[Count, ...] | None
     dtype: str | None
 
 
-class _Measured(Record):
+class Measured(Record):
     """What is in a shard; shared by receipt and manifest."""
 
     shard: Count
@@ -122,12 +167,18 @@ class _Measured(Record):
     recaptured: Count
     timings: dict[str, float]
 
-    def file(self, role: str) -> FileEntry:
-        """The shard's file with this role."""
-        return next(entry for entry in self.files if entry.role == role)
+    @property
+    def features_files(self) -> tuple[FileEntry, ...]:
+        """The files of the arrays, in their order."""
+        return tuple(entry for entry in self.files if entry.role == "features")
+
+    @property
+    def rows_file(self) -> FileEntry:
+        """The file of the rows table."""
+        return next(entry for entry in self.files if entry.role == "rows")
 
 
-class Receipt(_Measured):
+class Receipt(Measured):
     """Says that a shard is whole: stored last of its files, create-only.
 
     ``fingerprint`` and ``selftest`` are None, and ``versions`` is empty, where no row of the shard
@@ -142,7 +193,7 @@ class Receipt(_Measured):
     selftest: SelfTestReport | None
 
 
-class ShardEntry(_Measured):
+class ShardEntry(Measured):
     """What the manifest says of a shard.
 
     ``versions`` and ``selftest`` are None where they equal the manifest's own.
@@ -154,7 +205,7 @@ class ShardEntry(_Measured):
     selftest: SelfTestReport | None
 
 
-class Manifest(_Asked):
+class Manifest(Asked):
     """Makes the dataset exist: stored once, create-only, a pure function of spec and receipts."""
 
     format: Literal["wllm_ray.manifest"] = "wllm_ray.manifest"
@@ -163,7 +214,7 @@ class Manifest(_Asked):
     rows_ok: Count
     rows_failed: Count
     axes: tuple[Literal["row"], Literal["site"], Literal["hidden"]]
-    shape: tuple[Count, Positive, Positive]
+    shape: tuple[Count, Positive, Positive | None]
     dtype: Literal["float32"]
     fingerprint: Fingerprint | None
     reproducibility: Literal["bitwise", "tolerance"] | None
@@ -194,7 +245,7 @@ class Manifest(_Asked):
             ShardSpec(first_row=s.first_row, rows=s.rows, requests_sha256=s.requests_sha256)
             for s in self.shards
         ]
-        asked = {name: getattr(self, name) for name in _Asked.model_fields}
+        asked = {name: getattr(self, name) for name in Asked.model_fields}
         return DatasetSpec(**asked, shards=tuple(shards))
 
 
@@ -206,89 +257,3 @@ def document_bytes(document: Record) -> bytes:
 def spec_digest(spec: DatasetSpec) -> str:
     """SHA-256 over the spec's stored bytes."""
     return sha256_hex(document_bytes(spec))
-
-
-def build_manifest(spec: DatasetSpec, receipts: dict[int, Receipt]) -> Manifest:
-    """The manifest: a pure function of a spec and the receipts of all its shards.
-
-    The caller has checked that no receipt is missing and that all fingerprints agree. Versions
-    and self-test are those of the first shard that an engine worked on; shards that another
-    replica worked on carry their own.
-    """
-    ordered = [receipts[number] for number in range(len(spec.shards))]
-    first = next((one for one in ordered if one.fingerprint is not None), ordered[0])
-    shards = tuple(
-        _shard_entry(receipt, asked, first)
-        for receipt, asked in zip(ordered, spec.shards, strict=True)
-    )
-    failed = sum(shard.rows_failed for shard in shards)
-    bounds = [one.selftest.measured_relative_l2 for one in ordered if one.selftest]
-    fingerprint = first.fingerprint
-    manifest = Manifest(
-        **{name: getattr(spec, name) for name in _Asked.model_fields},
-        spec_sha256=spec_digest(spec),
-        rows_ok=spec.rows - failed,
-        rows_failed=failed,
-        axes=("row", "site", "hidden"),
-        shape=(sum(s.feature_rows for s in shards), len(spec.sites), spec.hidden_size),
-        dtype=spec.storage_dtype,
-        fingerprint=fingerprint,
-        reproducibility=fingerprint.reproducibility if fingerprint else None,
-        measured_relative_l2=max(bounds, default=None),
-        versions=first.versions,
-        selftest=first.selftest,
-        shards=shards,
-        content_sha256=content_digest(spec, fingerprint, shards),
-        manifest_sha256="0" * 64,
-    )
-    return manifest.model_copy(update={"manifest_sha256": manifest_digest(manifest)})
-
-
-def _shard_entry(receipt: Receipt, asked: ShardSpec, first: Receipt) -> ShardEntry:
-    return ShardEntry(
-        **{name: getattr(receipt, name) for name in _Measured.model_fields},
-        requests_sha256=asked.requests_sha256,
-        receipt_sha256=sha256_hex(document_bytes(receipt)),
-        versions=None if receipt.versions == first.versions else receipt.versions,
-        selftest=None if receipt.selftest == first.selftest else receipt.selftest,
-    )
-
-
-def manifest_digest(manifest: Manifest) -> str:
-    """SHA-256 over the manifest without its own digest."""
-    return sha256_hex(canonical_json(manifest.model_dump(exclude={"manifest_sha256"})))
-
-
-def content_digest(
-    spec: DatasetSpec, fingerprint: Fingerprint | None, shards: tuple[ShardEntry, ...]
-) -> str:
-    """What was asked and what was measured, nothing else (FORMAT.md)."""
-    return sha256_hex(
-        canonical_json(
-            {
-                "format": CONTENT_FORMAT,
-                "spec": {
-                    "model_revision": spec.model.revision,
-                    "tokenizer_revision": spec.tokenizer.revision,
-                    "sites": spec.sites,
-                    "position": spec.position,
-                    "storage_dtype": spec.storage_dtype,
-                    "shard_format": spec.shard_format,
-                    "max_rows_per_shard": spec.max_rows_per_shard,
-                    "max_bytes_per_shard": spec.max_bytes_per_shard,
-                },
-                "fingerprint": fingerprint.model_dump() if fingerprint else None,
-                "shards": [
-                    {
-                        "first_row": shard.first_row,
-                        "rows": shard.rows,
-                        "rows_sha256": shard.rows_sha256,
-                        "features_sha256": [
-                            entry.sha256 for entry in shard.files if entry.role == "features"
-                        ],
-                    }
-                    for shard in shards
-                ],
-            }
-        )
-    )

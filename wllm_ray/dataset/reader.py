@@ -19,18 +19,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from wllm_ray.dataset import verify as verification
-from wllm_ray.dataset.batches import Batch, iter_batches
+from wllm_ray.dataset.batches import Batch, iter_batches, pick, whole, writable
 from wllm_ray.dataset.files import DatasetFiles, Verify, open_manifest
 from wllm_ray.dataset.layout import split_dataset_path
 from wllm_ray.dataset.manifest import Manifest
 from wllm_ray.dataset.rowtable import good_rows, token_arrays
 from wllm_ray.dataset.shard import read_failure
+from wllm_ray.dataset.sitenames import site_number
 from wllm_ray.dataset.store import Root, open_store
 from wllm_ray.dataset.table import features_table
 from wllm_ray.digest import parse_json
 from wllm_ray.errors import IntegrityError, InvalidInputError
 from wllm_ray.records import RowFailure
-from wllm_ray.sites import HookSite, parse_site
+from wllm_ray.sites import HookSite
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +100,10 @@ class ActivationDataset:
     ``row_ids``, ``metadata``, ``token_ids`` and ``offsets`` are aligned by index. With one feature
     row per row, which ``last_prompt`` gives, they are aligned with ``features`` too; otherwise row
     *i* is ``features[offsets[i]:offsets[i + 1]]``. Arrays are read-only.
+
+    Where sites differ in width no one array holds them all: what would need one raises
+    :class:`~wllm_ray.errors.NotOfferedError` (``widths_not_representable``) unless it is asked for
+    one site. Asked for one site, it reads the files of that site only.
     """
 
     def __init__(self, files: DatasetFiles) -> None:
@@ -109,9 +114,10 @@ class ActivationDataset:
 
     def __repr__(self) -> str:
         m = self.manifest
+        widths = m.width or ", ".join(map(str, m.site_widths))
         return (
             f"ActivationDataset({m.dataset_id!r}: {m.rows_ok} rows, {m.rows_failed} failed, "
-            f"{m.shape[0]} × {', '.join(m.sites)} × {m.hidden_size}, {m.model.name})"
+            f"{m.shape[0]} × {', '.join(m.sites)} × {widths}, {m.model.name})"
         )
 
     @property
@@ -123,9 +129,10 @@ class ActivationDataset:
     def features(self) -> NDArray[np.float32]:
         """[N, D] for one site, else [N, L, D], float32; N counts feature rows.
 
-        Not copied when one shard holds it.
+        Not copied when one file holds it.
 
         Raises:
+            NotOfferedError: The sites differ in width.
             IntegrityError: A shard is damaged.
         """
         stacked = self.features_3d
@@ -134,28 +141,21 @@ class ActivationDataset:
     @cached_property
     def features_3d(self) -> NDArray[np.float32]:
         """[N, L, D] float32 whatever the number of sites; see :attr:`features`."""
-        if len(self.manifest.shards) == 1:
-            return self._files.features(0)
-        return _read_only(self._gather(slice(None)))
+        return whole(self._files, None)
 
     def site(self, name: HookSite | str) -> NDArray[np.float32]:
         """One site's [N, D] float32, by any accepted spelling of its name.
+
+        Not copied when one file holds it.
 
         Raises:
             InvalidInputError: Not a site, or not one of this dataset (``invalid_site``).
             IntegrityError: A shard is damaged.
         """
-        wanted = self._site_name(name)
-        if wanted not in self.manifest.sites:
-            raise InvalidInputError(
-                f"dataset {self.manifest.dataset_id!r} does not have site {wanted}; it has "
-                f"{', '.join(self.manifest.sites)}",
-                code="invalid_site",
-            )
-        number = self.manifest.sites.index(wanted)
-        if len(self.manifest.shards) == 1 or "features_3d" in self.__dict__:
+        number = site_number(self.manifest, name)
+        if "features_3d" in self.__dict__ and self.manifest.shard_layout == "stacked":
             return self.features_3d[:, number]
-        return _read_only(self._gather(slice(number, number + 1))[:, 0])
+        return whole(self._files, number)
 
     @cached_property
     def row_ids(self) -> list[str]:
@@ -196,11 +196,19 @@ class ActivationDataset:
                     failed[row_id] = FailedRow(index=index, **read_failure(text).model_dump())
         return failed
 
-    def iter_batches(self, size: int, *, shuffle: bool = False, seed: int = 0) -> Iterator[Batch]:
+    def iter_batches(
+        self,
+        size: int,
+        *,
+        site: HookSite | str | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+    ) -> Iterator[Batch]:
         """Feature rows in batches, with memory bounded by one batch.
 
         Args:
             size: Feature rows per batch; the last batch may be shorter.
+            site: The only site to read.
             shuffle: Over the whole dataset, by ``numpy.random.default_rng(seed).permutation``.
             seed: For ``shuffle``.
 
@@ -209,22 +217,29 @@ class ActivationDataset:
             each belongs to.
 
         Raises:
-            InvalidInputError: ``size`` is not positive (``invalid_argument``).
+            InvalidInputError: ``size`` is not positive (``invalid_argument``), or there is no
+                such site.
+            NotOfferedError: The sites differ in width.
             IntegrityError: A shard is damaged.
         """
-        return iter_batches(
-            self._files, self.row_ids, self.offsets, size, seed if shuffle else None
-        )
+        number = self._chosen(site)
+        order = seed if shuffle else None
+        return iter_batches(self._files, number, self.row_ids, self.offsets, size, seed=order)
 
-    def select(self, row_ids: Sequence[str]) -> Batch:
+    def select(self, row_ids: Sequence[str], *, site: HookSite | str | None = None) -> Batch:
         """The feature rows of these rows, in this order, with the id that each belongs to.
 
         What comes back is a :class:`.batches.Batch`, as from :meth:`iter_batches`: ``row_ids`` and
         a copy of the ``features``, not a smaller dataset.
 
+        Args:
+            row_ids: Which rows.
+            site: The only site to read.
+
         Raises:
             InvalidInputError: An id that is not a good row's, or one id instead of a list of them
-                (``invalid_argument``).
+                (``invalid_argument``), or there is no such site.
+            NotOfferedError: The sites differ in width.
             IntegrityError: A shard is damaged.
         """
         if isinstance(row_ids, (str, bytes)):
@@ -235,8 +250,9 @@ class ActivationDataset:
             )
         rows = [self._position(row_id) for row_id in row_ids]
         spans = [(int(self.offsets[row]), int(self.offsets[row + 1])) for row in rows]
-        picked = [np.arange(start, stop) for start, stop in spans]
-        features = self.features[np.concatenate([np.empty(0, np.int64), *picked])]
+        wanted = [np.arange(start, stop) for start, stop in spans]
+        numbers = np.concatenate([np.empty(0, np.int64), *wanted])
+        features = pick(self._files, self._chosen(site), numbers)
         ids = [
             row_id
             for row_id, (start, stop) in zip(row_ids, spans, strict=True)
@@ -248,27 +264,27 @@ class ActivationDataset:
         """A table of the good rows: id, metadata, token_ids and one column per site.
 
         A site's column is ``fixed_size_list<float32>[D]``, or a list of those where the position
-        gives several feature rows per row. One site is not copied.
+        gives several feature rows per row. A site that has a file to itself is not copied.
 
         Raises:
             IntegrityError: A shard is damaged.
         """
         return features_table(self._files, self._good)
 
-    def to_torch(self) -> torch.Tensor:
-        """``features`` as a tensor on the CPU.
+    def to_torch(self, *, site: HookSite | str | None = None) -> torch.Tensor:
+        """``features``, or one site of them, as a tensor on the CPU.
 
-        Nothing is copied when one local shard holds it: the file is mapped copy-on-write, so the
+        Nothing is copied when one local file holds it: the file is mapped copy-on-write, so the
         tensor may be changed without touching the file.
 
         Raises:
+            InvalidInputError: There is no such site.
+            NotOfferedError: The sites differ in width.
             IntegrityError: A shard is damaged.
         """
         import torch
 
-        one_shard = len(self.manifest.shards) == 1
-        stacked = self._files.features_private(0) if one_shard else self._gather(slice(None))
-        return torch.from_numpy(stacked[:, 0] if len(self.manifest.sites) == 1 else stacked)
+        return torch.from_numpy(writable(self._files, self._chosen(site)))
 
     def verify(self) -> verification.VerifyReport:
         """Check everything and report all faults; see :func:`.verify.verify_dataset`."""
@@ -289,24 +305,6 @@ class ActivationDataset:
             raise IntegrityError("a row id occurs twice in the dataset", code="rows_inconsistent")
         return index
 
-    def _site_name(self, name: HookSite | str) -> str:
-        """The canonical name of a site; what is none is refused with what could be written."""
-        has = f"dataset {self.manifest.dataset_id!r} has {', '.join(self.manifest.sites)}"
-        if isinstance(name, HookSite):
-            return str(name)
-        if isinstance(name, str):
-            try:
-                return str(parse_site(name))
-            except InvalidInputError as error:
-                raise InvalidInputError(f"{error.message}; {has}", code=error.code) from None
-        of_layer = [one for one in self.manifest.sites if one.startswith(f"L{name}_")]
-        example = (of_layer or self.manifest.sites)[0]
-        raise InvalidInputError(
-            f"a hook site is a name or a HookSite, found {name!r}; write for example "
-            f"{example!r}; {has}",
-            code="invalid_site",
-        )
-
     def _column(self, name: str) -> list[Any]:
         return [value for batch in self._good for value in batch.column(name).to_pylist()]
 
@@ -320,16 +318,11 @@ class ActivationDataset:
             code="invalid_argument",
         )
 
-    def _gather(self, sites: slice) -> NDArray[np.float32]:
-        """A new array of the chosen sites from all shards."""
-        rows, count, hidden = self.manifest.shape
-        result = np.empty((rows, len(range(*sites.indices(count))), hidden), np.float32)
-        start = 0
-        for shard in self.manifest.shards:
-            stop = start + shard.feature_rows
-            result[start:stop] = self._files.features(shard.shard)[:, sites]
-            start = stop
-        return result
+    def _chosen(self, site: HookSite | str | None) -> int | None:
+        """The number of the site to read; None for all of them, where there are several."""
+        if site is None:
+            return 0 if len(self.manifest.sites) == 1 else None
+        return site_number(self.manifest, site)
 
 
 def _read_only(array: NDArray[Any]) -> NDArray[Any]:

@@ -9,22 +9,27 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from wllm_ray.dataset.assemble import feature_rows_of
-from wllm_ray.dataset.manifest import Manifest, ShardEntry
+from wllm_ray.dataset.manifest import ShardEntry
 from wllm_ray.dataset.shard import OK, decode_rows, read_failure
 from wllm_ray.digest import rows_digest, shard_rows_digest, token_digest
 from wllm_ray.errors import IntegrityError
+from wllm_ray.positions import feature_rows_of
 
 __all__ = ["check_rows", "good_rows", "read_rows", "token_arrays"]
 
 
-def read_rows(data: Any, shard: ShardEntry) -> pa.RecordBatch:
+def read_rows(data: Any, shard: ShardEntry, position: str) -> pa.RecordBatch:
     """Decode a shard's rows table and check ranges, order and counts against the manifest.
+
+    Args:
+        data: The file: bytes or a memory map.
+        shard: What the manifest says of the shard.
+        position: The dataset's position, which says how many feature rows a row has.
 
     Raises:
         IntegrityError: ``table_invalid`` or ``rows_inconsistent``.
     """
-    name = shard.file("rows").name
+    name = shard.rows_file.name
     batch = decode_rows(data, name)
     lengths = batch.column("length").to_numpy()
     good = pc.equal(batch.column("status"), OK).to_numpy(zero_copy_only=False)
@@ -36,6 +41,7 @@ def read_rows(data: Any, shard: ShardEntry) -> pa.RecordBatch:
         "the row numbers": np.array_equal(batch.column("row").to_numpy(), numbers),
         "the number of failures": int((~good).sum()) == shard.rows_failed,
         "the lengths": bool(((lengths > 0) == good).all() and (lengths >= 0).all()),
+        "the lengths that the position gives": _fits_position(batch, good, position),
         "the offsets": np.array_equal(found, offsets),
         "the number of feature rows": int(lengths.sum()) == shard.feature_rows,
         "the failures": np.array_equal(_valid(batch, "failure"), ~good),
@@ -66,15 +72,15 @@ def token_arrays(batch: pa.RecordBatch) -> list[NDArray[np.int32] | None]:
     return [values[offsets[i] : offsets[i + 1]] if present[i] else None for i in range(len(column))]
 
 
-def check_rows(batch: pa.RecordBatch, shard: ShardEntry, manifest: Manifest) -> None:
+def check_rows(batch: pa.RecordBatch, shard: ShardEntry) -> None:
     """Recompute every digest that the manifest holds over these rows.
 
     The table's own SHA-256 implies them where the writer was right; this proves that it was.
 
     Raises:
-        IntegrityError: ``digest_mismatch``, ``table_invalid`` or ``rows_inconsistent``.
+        IntegrityError: ``digest_mismatch`` or ``table_invalid``.
     """
-    name = shard.file("rows").name
+    name = shard.rows_file.name
     requests = [digest.hex() for digest in batch.column("request_sha256").to_pylist()]
     ids = token_arrays(batch)
     tokens = [None if one is None else token_digest(one) for one in ids]
@@ -88,13 +94,14 @@ def check_rows(batch: pa.RecordBatch, shard: ShardEntry, manifest: Manifest) -> 
         for text in batch.column("failure").to_pylist()
     ]
     _expect(name, "failure codes", status, codes)
-    for length, one in zip(batch.column("length").to_pylist(), ids, strict=True):
-        wanted = None if one is None else feature_rows_of(manifest.position, len(one))
-        if length and wanted not in (None, length):
-            raise IntegrityError(
-                f"{name}: a row of {wanted} wanted positions has {length} feature rows",
-                code="rows_inconsistent",
-            )
+
+
+def _fits_position(batch: pa.RecordBatch, good: NDArray[np.bool_], position: str) -> bool:
+    """Whether each good row has as many feature rows as its token ids and the position give."""
+    tokens = pc.fill_null(pc.list_value_length(batch.column("token_ids")), 0).to_numpy()
+    lengths = batch.column("length").to_numpy()
+    pairs = set(zip(tokens[good].tolist(), lengths[good].tolist(), strict=True))
+    return all(feature_rows_of(position, count) in (None, length) for count, length in pairs)
 
 
 def _valid(batch: pa.RecordBatch, name: str) -> NDArray[np.bool_]:

@@ -2,69 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 from wllm_ray.dataset.layout import check_dataset_id
 from wllm_ray.dataset.manifest import DatasetSpec, ShardSpec
 from wllm_ray.digest import canonical_json, rows_digest, sha256_hex
+from wllm_ray.errors import NotOfferedError
 from wllm_ray.plan import ShardLimits
-from wllm_ray.records import CaptureIdentity, EngineDescription
-from wllm_ray.schema import ModelCard
+from wllm_ray.positions import feature_rows_of
+from wllm_ray.records import CaptureIdentity, RowRecord
+from wllm_ray.requests import Served
+from wllm_ray.schema import ShardLayout
 
-__all__ = ["build_spec", "shard_specs"]
+__all__ = ["build_spec"]
 
 FLOAT32_BYTES = 4
 
 
-def shard_specs(request_digests: Iterable[str], rows_per_shard: int) -> tuple[ShardSpec, ...]:
-    """Cut a stream of request digests into shards, keeping one digest per shard."""
-    source = iter(request_digests)
-    shards: list[ShardSpec] = []
-    first = 0
-    while batch := list(islice(source, rows_per_shard)):
-        shards.append(
-            ShardSpec(first_row=first, rows=len(batch), requests_sha256=rows_digest(batch))
-        )
-        first += len(batch)
-    return tuple(shards)
-
-
 def build_spec(
-    description: EngineDescription | ModelCard,
+    served: Served,
     identity: CaptureIdentity,
-    request_digests: Iterable[str],
+    rows: Iterable[RowRecord],
     *,
+    site_widths: Sequence[int],
     dataset_id: str | None,
     limits: ShardLimits,
+    shard_layout: ShardLayout = "auto",
 ) -> DatasetSpec:
-    """The spec of a dataset of one feature row per input row.
+    """The spec of a dataset.
 
     Args:
-        description: The engine that will run it, or what a client was told of it.
+        served: The engine that will run it, or what a client was told of it.
         identity: What all rows have in common.
-        request_digests: Of all rows, in order; read once.
+        rows: All rows, in order; read once and not kept. Their token ids need not be known.
+        site_widths: Width of each site of ``identity``.
         dataset_id: The id, or None for one made from everything else in the spec, so that the
             same request sent again finds the same dataset.
         limits: Upper bounds of one shard.
+        shard_layout: ``stacked``: one file of all sites; ``per_site``: one file for each;
+            ``auto``: stacked where all are of one width.
 
     Raises:
         InvalidInputError: The id is not one plain path component.
+        NotOfferedError: Sites of different widths are to be stacked (``widths_not_representable``).
     """
     if dataset_id is not None:
         check_dataset_id(dataset_id)
-    row_bytes = len(identity.sites) * description.hidden_size * FLOAT32_BYTES
-    shards = shard_specs(request_digests, limits.rows_per_shard(row_bytes))
+    row_bytes = FLOAT32_BYTES * sum(site_widths)
+    bounded = (
+        (row.request_digest, row_bytes * _most_feature_rows(identity, row)) for row in rows
+    )
+    shards = tuple(_shard_specs(limits.cut(bounded)))
     spec = DatasetSpec(
         dataset_id=dataset_id or "unnamed",
-        model=description.model,
-        tokenizer=description.tokenizer,
+        model=served.model,
+        tokenizer=served.tokenizer,
         sites=identity.sites,
+        site_widths=tuple(site_widths),
         position=identity.position,
         capture_mode=identity.capture_mode,
         storage_dtype="float32",
         shard_format="npy",
-        hidden_size=description.hidden_size,
+        shard_layout=_resolved(shard_layout, identity.sites, site_widths),
         rows=sum(shard.rows for shard in shards),
         max_rows_per_shard=limits.max_rows,
         max_bytes_per_shard=limits.max_bytes,
@@ -74,3 +74,38 @@ def build_spec(
         return spec
     body = canonical_json(spec.model_dump(mode="json", exclude={"dataset_id"}))
     return spec.model_copy(update={"dataset_id": f"ds-{sha256_hex(body)[:20]}"})
+
+
+def _most_feature_rows(identity: CaptureIdentity, row: RowRecord) -> int:
+    """Feature rows that a row may have, from its content alone.
+
+    The length that the served model takes must not count: the same rows served with another limit
+    would be cut elsewhere, and have another content digest.
+    """
+    count = feature_rows_of(identity.position, row.tokens_bound)
+    return row.tokens_bound if count is None else count
+
+
+def _shard_specs(shards: Iterable[list[str]]) -> Iterator[ShardSpec]:
+    """What is recorded of shards, from the request digests of each one's rows."""
+    first = 0
+    for digests in shards:
+        yield ShardSpec(first_row=first, rows=len(digests), requests_sha256=rows_digest(digests))
+        first += len(digests)
+
+
+def _resolved(
+    layout: ShardLayout, sites: Sequence[str], widths: Sequence[int]
+) -> Literal["stacked", "per_site"]:
+    equal = len(set(widths)) == 1
+    if layout == "auto":
+        return "stacked" if equal else "per_site"
+    if layout == "stacked" and not equal:
+        listed = ", ".join(f"{site} has {width}" for site, width in zip(sites, widths, strict=True))
+        raise NotOfferedError(
+            f"shard_layout `stacked` needs sites of one width ({listed}); ask for `per_site`, or "
+            f"for `auto`, which chooses it here",
+            code="widths_not_representable",
+            stage="create_spec",
+        )
+    return layout

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from wllm_ray.dataset.files import DatasetFiles, open_manifest
@@ -148,7 +149,7 @@ def verify_files(files: DatasetFiles) -> VerifyReport:
         dataset_id=manifest.dataset_id,
         faults=tuple(findings.faults),
         notes=_notes(store, manifest.dataset_id),
-        files=2 + 3 * len(manifest.shards),
+        files=2 + sum(1 + len(shard.files) for shard in manifest.shards),
         bytes=manifest.bytes,
     )
 
@@ -169,6 +170,7 @@ def inspect_dataset(root: Root, dataset_id: str) -> dict[str, Any]:
         "tokenizer": manifest.tokenizer.name,
         "tokenizer_revision": manifest.tokenizer.revision,
         "sites": list(manifest.sites),
+        "site_widths": list(manifest.site_widths),
         "position": manifest.position,
         "capture_mode": manifest.capture_mode,
         "rows": manifest.rows,
@@ -179,6 +181,7 @@ def inspect_dataset(root: Root, dataset_id: str) -> dict[str, Any]:
         "dtype": manifest.dtype,
         "bytes": manifest.bytes,
         "shards": len(manifest.shards),
+        "shard_layout": manifest.shard_layout,
         "content_sha256": manifest.content_sha256,
         "manifest_sha256": manifest.manifest_sha256,
         "reproducibility": manifest.reproducibility,
@@ -200,8 +203,9 @@ def _verify_shard(
 ) -> None:
     name = receipt_key(files.manifest.dataset_id, shard.shard)
     findings.run(name.rpartition("/")[2], lambda: _check_receipt(files.store, name, shard))
-    findings.run(shard.file("rows").name, lambda: _check_table(files, shard, seen))
-    findings.run(shard.file("features").name, lambda: files.features(shard.shard))
+    findings.run(shard.rows_file.name, lambda: _check_table(files, shard, seen))
+    for number, entry in enumerate(shard.features_files):
+        findings.run(entry.name, partial(files.array, shard.shard, number))
 
 
 def _check_receipt(store: Store, key: str, shard: ShardEntry) -> None:
@@ -213,7 +217,7 @@ def _check_receipt(store: Store, key: str, shard: ShardEntry) -> None:
 
 def _check_table(files: DatasetFiles, shard: ShardEntry, seen: dict[str, int]) -> None:
     batch = files.rows(shard.shard)
-    check_rows(batch, shard, files.manifest)
+    check_rows(batch, shard)
     for text in batch.column("metadata").to_pylist():
         parse_json(text)
     for row, row_id in enumerate(batch.column("id").to_pylist(), shard.first_row):

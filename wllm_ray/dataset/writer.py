@@ -10,17 +10,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from wllm_ray.dataset.assemble import AssembledShard, assemble_shard
+from wllm_ray.dataset.assemble import assemble_shard
+from wllm_ray.dataset.build import build_manifest
 from wllm_ray.dataset.conflict import RowsOf, conflict
 from wllm_ray.dataset.documents import read_receipt
 from wllm_ray.dataset.layout import (
-    FEATURES_SUFFIX,
-    ROWS_SUFFIX,
-    content_prefix,
     folder,
     manifest_key,
     receipt_key,
@@ -28,19 +25,13 @@ from wllm_ray.dataset.layout import (
 )
 from wllm_ray.dataset.manifest import (
     DatasetSpec,
-    FileEntry,
     Manifest,
     Receipt,
-    build_manifest,
     document_bytes,
     spec_digest,
 )
-from wllm_ray.dataset.shard import (
-    NPY_DTYPE,
-    encode_rows,
-    npy_header,
-    rows_sha256,
-)
+from wllm_ray.dataset.shard import rows_sha256
+from wllm_ray.dataset.shard_files import write_files
 from wllm_ray.dataset.staged import (
     check_file,
     committed_receipts,
@@ -155,7 +146,7 @@ def stage_shard(
         return StageResult(receipt=None, transient=assembled.transient)
     expect_not_lost(store, receipt_key(spec.dataset_id, shard), spec.dataset_id)
     digest = rows_sha256(assembled.outcomes)
-    files = _write_files(store, spec, shard, assembled)
+    files = write_files(store, spec, shard, assembled)
     receipt = Receipt(
         spec_sha256=spec_digest(spec),
         shard=shard,
@@ -202,38 +193,6 @@ def commit_manifest(store: Store, dataset_id: str) -> Manifest:
     return standing or _create_manifest(store, spec, receipts)
 
 
-def _write_files(
-    store: Store, spec: DatasetSpec, shard: int, assembled: AssembledShard
-) -> tuple[FileEntry, FileEntry]:
-    prefix = content_prefix(spec.dataset_id, shard)
-    shape = (assembled.feature_rows, len(spec.sites), spec.hidden_size)
-    data: list[bytes | memoryview] = [npy_header(shape)]
-    data += [memoryview(block.data) for block in assembled.features]
-    # The features are written while the table is encoded; the receipt waits for both.
-    with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(store.put_content, prefix, FEATURES_SUFFIX, data)
-        rows = store.put_content(prefix, ROWS_SUFFIX, encode_rows(assembled.outcomes))
-        features = writing.result()
-    return (
-        FileEntry(
-            name=features.key.rpartition("/")[2],
-            role="features",
-            bytes=features.bytes,
-            sha256=features.sha256,
-            shape=shape,
-            dtype=NPY_DTYPE,
-        ),
-        FileEntry(
-            name=rows.key.rpartition("/")[2],
-            role="rows",
-            bytes=rows.bytes,
-            sha256=rows.sha256,
-            shape=None,
-            dtype=None,
-        ),
-    )
-
-
 def _put_receipt(store: Store, spec: DatasetSpec, receipt: Receipt) -> StageResult:
     key = receipt_key(spec.dataset_id, receipt.shard)
     try:
@@ -247,7 +206,8 @@ def _put_receipt(store: Store, spec: DatasetSpec, receipt: Receipt) -> StageResu
 
 def _measured(receipt: Receipt) -> tuple[Any, ...]:
     """What enters the content digest; timings and the table's own bytes do not."""
-    return receipt.rows_sha256, receipt.file("features").sha256, receipt.fingerprint
+    features = [entry.sha256 for entry in receipt.features_files]
+    return receipt.rows_sha256, features, receipt.fingerprint
 
 
 def _timings(chunks: Sequence[CapturedChunk], stage_seconds: float) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """Whether this machine can do the work, found by looking and never by importing heavy libraries.
 
+Only the self-test, which has to be asked for, loads the model.
+
 Each check says what was found and, unless all is well, what to do. ``fail`` means that the
 application would not start or not work with these settings, ``warn`` that something is missing
 which not everybody needs.
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator
 from wllm_ray.doctor.check import Check, Settings, check_settings
 from wllm_ray.doctor.machine import check_device, check_storage
 from wllm_ray.doctor.model import check_model
+from wllm_ray.doctor.selftest import check_self_test
 from wllm_ray.doctor.software import (
     check_config,
     check_python,
@@ -32,6 +35,7 @@ CHECKS: tuple[Callable[[Settings], Iterator[Check]], ...] = (
     check_model,
     check_storage,
     check_ray,
+    check_self_test,
 )
 
 

@@ -41,6 +41,9 @@ class Settings:
     capture_mode: str = "replay"
     dashboard_url: str = "http://127.0.0.1:8265"
     config: Path | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    self_test: bool = False
 
 
 def check_settings(settings: Settings) -> Iterator[Check]:

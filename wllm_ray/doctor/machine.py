@@ -12,7 +12,7 @@ from pathlib import Path
 from wllm_ray.doctor.check import GIB, Check, Settings
 from wllm_ray.errors import WLLMError
 
-__all__ = ["check_device", "check_storage", "free_memory", "gpus"]
+__all__ = ["check_device", "check_storage", "gpus"]
 
 
 def check_device(_settings: Settings) -> Iterator[Check]:
@@ -57,16 +57,6 @@ def _cpu_flags() -> set[str]:
         return set()
     match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     return set(match[1].split()) if match else set()
-
-
-def free_memory() -> int | None:
-    """Bytes that programs could still take, or None where that is not known."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
 
 
 def check_storage(settings: Settings) -> Iterator[Check]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from wllm_ray.doctor.check import GIB, Check, Settings
-from wllm_ray.doctor.machine import free_memory, gpus
+from wllm_ray.doctor.machine import gpus
+from wllm_ray.memory import available_memory
 
 __all__ = ["check_model"]
 
@@ -69,7 +70,7 @@ def _memory(folder: Path, settings: Settings) -> Check:
         return Check("memory", "warn", "the model's size is not known", advice)
     needed = int(weights * MEMORY_MARGIN)
     found = gpus()
-    room = int(found[0][1] * settings.gpu_memory_utilization) if found else free_memory()
+    room = int(found[0][1] * settings.gpu_memory_utilization) if found else available_memory()
     where = f"{settings.gpu_memory_utilization:.0%} of {found[0][0]}" if found else "free memory"
     if room is None:
         advice = "compare with what this machine has; /proc/meminfo could not be read"

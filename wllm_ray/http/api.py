@@ -6,7 +6,7 @@ import asyncio
 import codecs
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -27,6 +27,8 @@ from wllm_ray.http.guards import (
     unless_gone,
 )
 from wllm_ray.http.negotiation import MEDIA_TYPES, choose_media_type
+from wllm_ray.offered import offered_kinds, offered_sites, site_widths
+from wllm_ray.records import EngineDescription
 from wllm_ray.requests import read_request
 from wllm_ray.schema import (
     ActivationRequest,
@@ -34,8 +36,9 @@ from wllm_ray.schema import (
     ExtractionSchema,
     ModelCard,
     ModelList,
+    OfferedSite,
+    ShardLayout,
 )
-from wllm_ray.sites import HookSite
 from wllm_ray.wire import ARROW_STREAM, JSON, NPY, encode_arrow, encode_json, encode_npy
 
 __all__ = ["build_api", "parse_request"]
@@ -88,22 +91,21 @@ def _model_card(service: ExtractionService[Any]) -> ModelCard:
 
 def _extraction_schema(service: ExtractionService[Any], max_body_bytes: int) -> ExtractionSchema:
     description = service.require_ready()
-    sites = [
-        str(HookSite(layer, kind))
-        for layer in range(description.num_layers)
-        for kind in description.site_kinds
-    ]
     limits = service.limits
     return ExtractionSchema(
         model=description.served_model_name,
         architecture=description.architecture,
-        sites=sites,
-        site_kinds=description.site_kinds,
+        layer_types=description.layer_types,
+        sites=_sites(description),
+        site_kinds=_site_kinds(description),
         positions=description.positions,
+        depth_bounded=description.depth_bounded,
+        precision=description.fingerprint.precision,
         capture_modes=("replay",),
         persistence=("none", "dataset") if service.has_store else ("none",),
         storage_dtypes=("float32",),
         shard_formats=("npy",),
+        shard_layouts=get_args(ShardLayout),
         media_types=MEDIA_TYPES,
         max_body_bytes=max_body_bytes,
         max_inline_bytes=limits.max_inline_bytes,
@@ -113,6 +115,22 @@ def _extraction_schema(service: ExtractionService[Any], max_body_bytes: int) -> 
         error_codes=dict(ERROR_CODES),
         selftest=description.selftest,
     )
+
+
+def _sites(description: EngineDescription) -> tuple[OfferedSite, ...]:
+    sites = offered_sites(description)
+    return tuple(
+        OfferedSite(name=str(site), kind=site.kind, layer=site.layer, width=width)
+        for site, width in zip(sites, site_widths(description, sites), strict=True)
+    )
+
+
+def _site_kinds(description: EngineDescription) -> dict[str, tuple[int, ...] | None]:
+    """Kind → the layers that have it, or None where it belongs to no layer."""
+    layers: dict[str, list[int]] = {kind: [] for kind in offered_kinds(description)}
+    for support in description.sites:
+        layers[support.kind] += support.layers or ()
+    return {kind: tuple(sorted(found)) or None for kind, found in layers.items()}
 
 
 def _add_probes(app: FastAPI, is_ready: Callable[[], bool]) -> None:
@@ -149,7 +167,8 @@ def _add_extraction(
         if parsed.persistence != "none":
             reference = await service.extract_dataset(parsed)
             return JSONResponse(reference.model_dump(mode="json"))
-        inline = await unless_gone(request, service.extract_inline(parsed))
+        work = service.extract_inline(parsed, as_one_array=media_type == NPY)
+        inline = await unless_gone(request, work)
         return Response(
             await asyncio.to_thread(_ENCODERS[media_type], inline), media_type=media_type
         )

@@ -1,7 +1,8 @@
-"""Jobs over rows that are read from their source more than once, one shard at a time.
+"""How the rows of a job fall into shards, as its spec says.
 
-A source may be a file that does not fit into memory: the first pass makes the spec, the second
-reads the shards that are missing.
+Rows are in memory, or are read from a source more than once, one shard at a time: from a file that
+does not fit into memory, for example. Its first pass makes the spec, the second reads the shards
+that are missing.
 """
 
 from __future__ import annotations
@@ -16,9 +17,19 @@ from wllm_ray.dataset.spec import build_spec
 from wllm_ray.plan import Shard, ShardLimits
 from wllm_ray.records import InputRow, RowRecord
 from wllm_ray.requests import Selection, Served
+from wllm_ray.schema import ShardLayout
 from wllm_ray.tokens import make_record
 
-__all__ = ["NamedRows", "RowSource", "SourcePlan", "ToRecords", "read_shards", "spec_of"]
+__all__ = [
+    "NamedRows",
+    "RowSource",
+    "SourcePlan",
+    "ToRecords",
+    "read_shards",
+    "rows_of_shard",
+    "shards_of",
+    "spec_of",
+]
 
 RowSource: TypeAlias = Callable[[], Iterable[InputRow]]
 # The rows of one shard and the index of the first → their records.
@@ -35,6 +46,7 @@ class SourcePlan:
         rows: Called for each pass over the input; yields rows that have been checked.
         dataset_id: The id, or None for one made from everything that is asked.
         shard_limits: Upper bounds of one shard.
+        shard_layout: Whether sites share a file.
     """
 
     served: Served
@@ -42,15 +54,40 @@ class SourcePlan:
     rows: RowSource
     dataset_id: str | None
     shard_limits: ShardLimits = field(default_factory=ShardLimits)
+    shard_layout: ShardLayout = "auto"
 
 
 def spec_of(plan: SourcePlan) -> DatasetSpec:
     """Read the source once and say what is asked."""
     identity = plan.selection.identity
-    digests = (make_record(0, row, identity).request_digest for row in plan.rows())
     return build_spec(
-        plan.served, identity, digests, dataset_id=plan.dataset_id, limits=plan.shard_limits
+        plan.served,
+        identity,
+        (make_record(index, row, identity) for index, row in enumerate(plan.rows())),
+        site_widths=plan.selection.site_widths,
+        dataset_id=plan.dataset_id,
+        limits=plan.shard_limits,
+        shard_layout=plan.shard_layout,
     )
+
+
+def rows_of_shard(
+    rows: Sequence[RowRecord], spec: DatasetSpec, number: int
+) -> tuple[RowRecord, ...]:
+    """The rows of a shard, of all rows in memory; none where the spec has no such shard."""
+    if number >= len(spec.shards):
+        return ()
+    shard = spec.shards[number]
+    return tuple(rows[shard.first_row : shard.first_row + shard.rows])
+
+
+def shards_of(
+    rows: Sequence[RowRecord], spec: DatasetSpec, done: Container[int] = ()
+) -> Iterator[Shard]:
+    """The shards that are not done, of all rows in memory."""
+    for number in range(len(spec.shards)):
+        if number not in done:
+            yield Shard(number, rows_of_shard(rows, spec, number))
 
 
 def read_shards(

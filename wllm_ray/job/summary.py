@@ -30,7 +30,7 @@ def permanent_failures(
     """(row index, id, failure) of every failed row of the shards that are written."""
     for _, receipt in sorted(receipts.items()):
         if receipt.rows_failed:
-            name = receipt.file("rows").name
+            name = receipt.rows_file.name
             table = decode_rows(store.get(f"{folder(dataset_id)}/{name}"), name)
             columns = (
                 table.column(ROWS_SCHEMA.get_field_index(one)).to_pylist()

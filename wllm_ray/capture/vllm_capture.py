@@ -1,8 +1,8 @@
-"""vLLM in this process, as an engine that returns activations.
+"""vLLM in this process, capturing chunks of rows.
 
-``VLLMEngine`` is a context manager. It owns one thread on which the model is built and run;
-``extract`` may be called from any thread and ``extract_async`` from any event loop, and chunks that
-are in flight together share forward passes.
+``VLLMCapture`` is a context manager. It owns one thread on which the model is built and run;
+``capture`` may be called from any thread and ``capture_async`` from any event loop, and chunks that
+are in flight together share forward passes, whatever sites and positions each asks for.
 """
 
 from __future__ import annotations
@@ -13,18 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
-from wllm_ray.capture.coverage import ChunkCapture, RowsWanted
+from wllm_ray.capture.coverage import ChunkCapture, RowsWanted, SitesWanted
 from wllm_ray.capture.engine_loop import EngineLoop, Job
-from wllm_ray.capture.request import (
-    POSITIONS,
-    SITE_KINDS,
-    ModelLimits,
-    check_rows,
-    check_task,
-)
-from wllm_ray.capture.selftest import NOT_TESTED, Subject, run_selftest
+from wllm_ray.capture.precision import Precision
+from wllm_ray.capture.proof import NOT_TESTED, Subject
+from wllm_ray.capture.request import POSITIONS, check_rows, check_task, chunk_of, support_of
+from wllm_ray.capture.selftest import run_selftest
 from wllm_ray.capture.vllm_config import EngineOptions
 from wllm_ray.capture.vllm_driver import build_driver
 from wllm_ray.capture.vllm_facts import (
@@ -42,15 +36,15 @@ from wllm_ray.records import (
     Fingerprint,
     ModelIdentity,
     RowFailure,
-    SelfTestReport,
     TokenizerIdentity,
 )
+from wllm_ray.sites import HookSite
 
-__all__ = ["VLLMEngine"]
+__all__ = ["VLLMCapture"]
 
 
-class VLLMEngine:
-    """Captures the residual stream with vLLM, in this process and on a thread of its own.
+class VLLMCapture:
+    """Captures hook sites with vLLM, in this process and on a thread of its own.
 
     One at a time in a process. Setting it up changes the process: environment variables that vLLM
     reads, the global random seeds, and on CPU vLLM replaces ``torch.set_num_threads``.
@@ -70,6 +64,10 @@ class VLLMEngine:
         kv_cache_memory_bytes: Size of the key-value cache; on CPU enough for a full pass beside
             one longest prompt where omitted.
         gpu_memory_utilization: Share of the GPU's memory, where the cache's size is omitted.
+        precision: ``native``, or ``matched``: everything in IEEE float32.
+        prefix_caching: Let prompts that are read at their last token alone start from what others
+            with the same beginning have left. Fewer tokens are run, and the class is `tolerance`.
+        depth_bounded: Stop forward passes at the deepest block that is read in them.
         tensor_parallel_size, pipeline_parallel_size: Only 1 is offered.
         allow_unprofiled_vllm: Accept a vLLM version that was not tested; needs the self-test.
         hf_overrides: Changes to the model's configuration, as vLLM takes them.
@@ -98,6 +96,9 @@ class VLLMEngine:
         threads: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float = 0.9,
+        precision: Precision = "native",
+        prefix_caching: bool = False,
+        depth_bounded: bool = True,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         allow_unprofiled_vllm: bool = False,
@@ -117,6 +118,9 @@ class VLLMEngine:
             threads=threads,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
+            precision=precision,
+            prefix_caching=prefix_caching,
+            depth_bounded=depth_bounded,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             allow_unprofiled_vllm=allow_unprofiled_vllm,
@@ -124,34 +128,38 @@ class VLLMEngine:
             vllm_args=vllm_args or {},
         )
         options.check(selftest=selftest)
+        self._options = options
         self._request_numbers = itertools.count()
         self._loop = EngineLoop(lambda: build_driver(options), progress_limit_s=progress_limit_s)
+        # What is found in the cache is not run, so no pass is as it was planned.
+        self._loop.strict_splits = not prefix_caching
         _start(self._loop)
         driver = self._loop.driver
-        self._facts = driver.facts
-        self._limits = ModelLimits(
-            driver.facts.num_layers, driver.facts.vocab_size, driver.max_model_len
-        )
+        self._facts, self._anatomy = driver.facts, driver.anatomy
+        name = served_model_name or model_identity.name
+        self._description = self._describe(name, model_identity, tokenizer_identity)
         try:
-            report = self._selftest() if selftest else NOT_TESTED
+            if selftest:
+                self._prove()
+            elif depth_bounded:
+                driver.capture.depth_bounded = True
         except BaseException:
             self.close()
             raise
-        self._loop.strict_splits = report.reproducibility == "bitwise"
-        name = served_model_name or model_identity.name
-        self._description = self._describe(name, model_identity, tokenizer_identity, report)
+        self._loop.strict_splits = self._description.fingerprint.reproducibility == "bitwise"
 
     @property
     def description(self) -> EngineDescription:
         """What this engine is: model, versions, fingerprint, self-test."""
         return self._description
 
-    async def extract_async(self, task: CaptureTask) -> CapturedChunk:
+    async def capture_async(self, task: CaptureTask) -> CapturedChunk:
         """Capture a chunk; cancelling the awaiting task stops it and frees its buffers.
 
         Raises:
-            InvalidInputError: No site, a site listed twice, or a layer that is not there.
-            NotOfferedError: A site kind or a position that this engine does not capture.
+            InvalidInputError: No site, a site listed twice, a layer that is not there, or a
+                position that cannot be read.
+            NotOfferedError: A site or a position that this engine does not capture.
             CaptureError: The engine failed while it ran the chunk (code ``engine_dead``).
         """
         job, failures = self._submit(task)
@@ -163,8 +171,8 @@ class VLLMEngine:
         # Proving reads every value, too long for an event loop that answers health checks.
         return await asyncio.to_thread(self._result, task, job, failures)
 
-    def extract(self, task: CaptureTask) -> CapturedChunk:
-        """Capture a chunk and wait for it; raises as :meth:`extract_async`."""
+    def capture(self, task: CaptureTask) -> CapturedChunk:
+        """Capture a chunk and wait for it; raises as :meth:`capture_async`."""
         job, failures = self._submit(task)
         try:
             job.done.result()
@@ -197,42 +205,30 @@ class VLLMEngine:
         self.close()
 
     def _submit(self, task: CaptureTask) -> tuple[Job, dict[int, RowFailure]]:
-        layers = check_task(task, self._limits)
-        good, failures = check_rows(task, self._limits)
-        return self._loop.submit(self._chunk(good, layers, None)), failures
+        wanted = check_task(task, self._description, self._anatomy.readings)
+        good, failures = check_rows(task, self._description)
+        return self._loop.submit(self._chunk(good, wanted, None)), failures
 
     def _chunk(
-        self, rows: list[RowsWanted], layers: tuple[int, ...], num_logprobs: int | None
+        self, rows: list[RowsWanted], wanted: SitesWanted, num_logprobs: int | None
     ) -> ChunkCapture:
         # Never the user's ids: two tasks may hold the same row, and a retry holds it again.
         ids = [f"wllm-{next(self._request_numbers)}" for _ in rows]
-        return ChunkCapture(layers, rows, ids, self._facts.hidden_size, num_logprobs)
+        return ChunkCapture(wanted, rows, ids, num_logprobs)
 
     def _result(
         self, task: CaptureTask, job: Job, failures: dict[int, RowFailure]
     ) -> CapturedChunk:
         capture = job.capture
         capture.prove()
-        bad = {row.wanted.index: row.failure for row in capture.rows if row.failure is not None}
-        good = {row.wanted.index: row for row in capture.rows if row.failure is None}
-        lengths = [len(good[r.index].wanted.positions) if r.index in good else 0 for r in task.rows]
-        features = capture.features
-        if bad:
-            kept = [features[row.slots] for row in good.values()]
-            features = np.concatenate(kept) if kept else features[:0]
-        return CapturedChunk(
-            row_index=np.array([row.index for row in task.rows], dtype=np.int64),
-            lengths=np.array(lengths, dtype=np.int64),
-            features=features,
-            failures=failures | bad,
-            description=self._description,
-            timings=job.timings(),
-            recaptured=capture.recaptured,
+        return chunk_of(
+            task, capture, failures, description=self._description, timings=job.timings()
         )
 
     def _describe(
-        self, name: str, model: ModelIdentity, tokenizer: TokenizerIdentity, report: SelfTestReport
+        self, name: str, model: ModelIdentity, tokenizer: TokenizerIdentity
     ) -> EngineDescription:
+        """What is known before the self-test; :meth:`_prove` fills in what it finds."""
         driver = self._loop.driver
         fingerprint = Fingerprint(
             model_revision=model.revision,
@@ -240,53 +236,81 @@ class VLLMEngine:
             engine="vllm",
             engine_version=vllm_version(),
             engine_dtype=dtype_name(self._facts.dtype),
-            precision="native",
+            precision=self._options.precision,
             device=device_name(self._facts.device),
             threads=driver.threads,
             prefill_split_tokens=driver.limits.split_tokens,
-            reproducibility=report.reproducibility,
+            reproducibility="tolerance",
         )
         return EngineDescription(
             served_model_name=name,
             model=model,
             tokenizer=tokenizer,
             architecture=self._facts.architecture,
-            num_layers=self._limits.num_layers,
+            num_layers=self._facts.num_layers,
             hidden_size=self._facts.hidden_size,
-            vocab_size=self._limits.vocab_size,
-            max_model_len=self._limits.max_model_len,
-            site_kinds=SITE_KINDS,
+            vocab_size=self._facts.vocab_size,
+            max_model_len=driver.max_model_len,
+            layer_types=self._anatomy.block_types,
+            sites=support_of(self._anatomy.readings),
             positions=POSITIONS,
+            depth_bounded=self._options.depth_bounded,
             fingerprint=fingerprint,
             versions=library_versions(),
-            selftest=report,
+            selftest=NOT_TESTED,
         )
 
-    def _selftest(self) -> SelfTestReport:
+    def _prove(self) -> None:
+        """Run the self-test; keep what it proved, and nothing else."""
         driver = self._loop.driver
-        # A recurrent state is rounded by where its passes begin; in 16 bits a few probe prompts
-        # can all hide that.
+        # A recurrent state is rounded by where its passes begin, a prefix found in the cache leaves
+        # a short tail to compute; in 16 bits a few probe prompts can all hide that.
         invariant = driver.threads == 1 or batch_invariant()
-        return run_selftest(
+        steady = not self._facts.recurrent and not self._options.prefix_caching
+
+        def set_bounded(bounded: bool) -> None:  # noqa: FBT001 (a switch)
+            self._loop.call(lambda: setattr(driver.capture, "depth_bounded", bounded))
+
+        proof = run_selftest(
             Subject(
                 capture=self._capture_for_test,
                 log_probabilities=lambda rows: self._loop.call(
                     lambda: driver.log_probabilities(rows)
                 ),
-                num_layers=self._limits.num_layers,
-                vocab_size=self._limits.vocab_size,
-                max_model_len=self._limits.max_model_len,
+                set_depth_bounded=set_bounded,
+                readings=self._anatomy.readings,
+                description=self._description,
                 split_tokens=driver.limits.split_tokens,
-                dtype=dtype_name(self._facts.dtype),
                 residual=driver.topology.describe(),
-                may_be_bitwise=invariant and not self._facts.recurrent,
+                may_be_bitwise=invariant and steady,
+                bounds_depth=self._options.depth_bounded,
+                reads_cache=self._options.prefix_caching,
             )
+        )
+        self._anatomy = self._anatomy.without(proof.refused)
+        fingerprint = self._description.fingerprint.model_copy(
+            update={"reproducibility": proof.report.reproducibility}
+        )
+        self._description = self._description.model_copy(
+            update={
+                "sites": support_of(self._anatomy.readings),
+                "depth_bounded": proof.depth_bounded,
+                "fingerprint": fingerprint,
+                "selftest": proof.report,
+            }
         )
 
     def _capture_for_test(
-        self, rows: list[RowsWanted], layers: tuple[int, ...], num_logprobs: int | None
+        self, rows: list[RowsWanted], sites: tuple[HookSite, ...], num_logprobs: int | None
     ) -> ChunkCapture:
-        job = self._loop.submit(self._chunk(rows, layers, num_logprobs))
+        readings = self._anatomy.readings
+        wanted = SitesWanted(
+            sites=sites,
+            widths=tuple(readings[site].width for site in sites),
+            depth=max(readings[site].depth for site in sites),
+            last_only=all(row.positions[0] == len(row.token_ids) - 1 for row in rows),
+        )
+        job = self._loop.submit(self._chunk(rows, wanted, num_logprobs))
         capture = job.done.result().capture
         capture.prove()
         return capture

@@ -1,0 +1,63 @@
+"""Which weights a loaded module has, and which rules a loaded tokenizer."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from wllm_ray.capture.model_files import resolve_model
+from wllm_ray.capture.tokenizer import TransformersTokenizer
+from wllm_ray.engines.loaded import LoadedTokenizer, NoTokenizer, identity_of_module
+from wllm_ray.errors import InvalidInputError
+from wllm_ray.tokens import Tokenizer
+
+
+@pytest.fixture
+def path(tiny_model):
+    return tiny_model("qwen3")
+
+
+def load(path, dtype=torch.float32):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+
+
+@pytest.mark.requirement("P-3", "D-2")
+def test_a_module_is_known_by_its_values_and_not_by_where_it_came_from(path):
+    identity = identity_of_module(load(path))
+    assert identity.name == path.name
+    assert identity.revision.startswith("sha256:")
+    assert identity_of_module(load(path)) == identity
+    narrow = identity_of_module(load(path, torch.bfloat16))
+    assert narrow.revision != identity.revision
+    changed = load(path)
+    with torch.no_grad():
+        changed.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
+    assert identity_of_module(changed).revision != identity.revision
+
+
+@pytest.mark.requirement("P-3")
+def test_a_module_of_the_callers_own_goes_by_its_class():
+    assert identity_of_module(torch.nn.Linear(2, 2)).name == "Linear"
+
+
+@pytest.mark.requirement("P-3", "D-2")
+def test_a_loaded_tokenizer_makes_the_same_ids_and_is_known_by_its_rules(path):
+    loaded = LoadedTokenizer(AutoTokenizer.from_pretrained(path))
+    by_path = TransformersTokenizer(str(path), resolve_model(str(path)))
+    texts = ["The sea is wide.", "é 漢"]
+    assert loaded.encode_prompts(texts) == by_path.encode_prompts(texts)
+    assert loaded.identity.name == path.name
+    assert loaded.identity.revision.startswith("sha256:")
+    assert loaded.identity == LoadedTokenizer(AutoTokenizer.from_pretrained(path)).identity
+    more = AutoTokenizer.from_pretrained(path)
+    more.add_tokens(["<more>"])
+    assert LoadedTokenizer(more).identity.revision != loaded.identity.revision
+    more.chat_template = "{{ messages }}"
+    assert LoadedTokenizer(more).identity.chat_template_sha256 is not None
+
+
+@pytest.mark.requirement("P-3")
+def test_without_a_tokenizer_prompts_are_refused_with_what_to_do():
+    tokenizer: Tokenizer = NoTokenizer()
+    assert tokenizer.identity.chat_template_sha256 is None
+    with pytest.raises(InvalidInputError, match="tokenizer="):
+        tokenizer.encode_prompts(["a"])

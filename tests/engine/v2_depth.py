@@ -1,0 +1,113 @@
+"""Passes of vLLM's second model runner that stop early; a program of its own, as ``v2_runner``.
+
+Prints JSON: which blocks, norms and heads ran for which site, sites whose bits differ from whole
+passes, and what prompts generate beside captures and alone.
+"""
+
+# ruff: noqa: E402, T201 (the environment comes before the imports; the answer is printed)
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+
+import triton.backends
+
+
+class _Driver:
+    @staticmethod
+    def is_active():
+        return True
+
+
+class _Backend:
+    driver = _Driver
+    compiler = None
+
+
+triton.backends.backends["cpu"] = _Backend
+
+import numpy as np
+from conftest import SPLIT, prompts_of, task_of
+
+from wllm_ray.capture.vllm_capture import VLLMCapture
+from wllm_ray.records import ModelIdentity, TokenizerIdentity
+
+SITES = ("embed", "L0_attn_out", "L2_resid_post")
+PROMPTS = prompts_of([1, 9, SPLIT + 1], seed=53)
+
+
+def what_ran(engine):
+    """Site → the set of blocks, norms and heads that ran in its passes."""
+    seen = set()
+    model = engine._loop.driver._core.model_executor.driver_worker.worker.model_runner.model
+    parts = dict(enumerate(model.model.layers))
+    parts |= {"norm": model.model.norm, "head": model.logits_processor}
+    handles = [
+        part.register_forward_pre_hook(lambda *_, name=name: seen.add(name))
+        for name, part in parts.items()
+    ]
+    found = {}
+    for site in SITES:
+        seen.clear()
+        engine.capture(task_of(PROMPTS, sites=[site]))
+        found[site] = sorted(seen, key=str)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def generate(engine, beside):
+    """The tokens of two prompts, while ``beside`` runs again and again."""
+    driver, tokens = engine._loop.driver, {"a": [], "b": []}
+    step = driver._core.step
+
+    def note():
+        outputs, ran = step()
+        for group in outputs.values():
+            for one in group.outputs:
+                tokens.get(one.request_id[:1], []).extend(one.new_token_ids)
+        return outputs, ran
+
+    driver._core.step = note
+    started = f"{len(beside)}"
+    for name, prompt in zip(tokens, prompts_of([5, 20], seed=54), strict=True):
+        ids = prompt.tolist()
+        engine._loop.call(
+            lambda name=name, ids=ids: driver.add(f"{name}-{started}", ids, max_tokens=8)
+        )
+    while engine._loop.call(driver._core.scheduler.get_num_unfinished_requests):
+        engine.capture(task_of(beside, (0,)))
+    driver._core.step = step
+    return list(tokens.values())
+
+
+def main(model):
+    with VLLMCapture(
+        model,
+        model_identity=ModelIdentity(name="tiny", revision="sha256:test"),
+        tokenizer_identity=TokenizerIdentity(
+            name="tiny", revision="sha256:test", chat_template_sha256=None
+        ),
+        prefill_split_tokens=SPLIT,
+        max_num_seqs=8,
+    ) as engine:
+        told = {"depth_bounded": engine.description.depth_bounded, "ran": what_ran(engine)}
+        capture = engine._loop.driver.capture
+        cut = [engine.capture(task_of(PROMPTS, sites=[site])).features for site in SITES]
+        engine._loop.strict_splits = False
+        told["tokens beside captures"] = generate(engine, PROMPTS)
+        capture.depth_bounded = False
+        whole = [engine.capture(task_of(PROMPTS, sites=[site])).features for site in SITES]
+        told["tokens alone"] = generate(engine, PROMPTS[:1])
+        pairs = zip(SITES, cut, whole, strict=True)
+        told["differ"] = [site for site, one, other in pairs if not np.array_equal(one, other)]
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,32 @@
+"""What the system says of memory."""
+
+from pathlib import Path
+
+from wllm_ray import memory
+
+MIB = 1024 * 1024
+
+
+def test_a_container_with_less_room_than_its_machine_counts(tmp_path, monkeypatch):
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4096 kB\n")
+    monkeypatch.setattr(memory, "_PROC", tmp_path)
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert memory.available_memory() == 4 * MIB
+    for name, text in {
+        "memory.max": f"{3 * MIB}\n",
+        "memory.current": f"{2 * MIB}\n",
+        "memory.stat": f"anon 5\ninactive_file {MIB}\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert memory.available_memory() == 2 * MIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available_memory() == 4 * MIB
+    (tmp_path / "meminfo").unlink()
+    assert memory.available_memory() is None
+    assert memory.resident_memory() == 0
+
+
+def test_resident_memory_is_that_of_this_process():
+    status = Path("/proc/self/status").read_text()
+    kib = int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
+    assert abs(memory.resident_memory() - kib * 1024) < 20 * MIB

@@ -1,0 +1,189 @@
+"""Which outputs inside a block were added to the stream: arithmetic on one observed pass.
+
+A branch is an output as wide as the stream, perhaps multiplied by a constant that the block
+multiplied something by, perhaps with a bias that came back beside it. The fewest branches that give
+the stream after a block when they are added to the stream before are the block's branches: bit for
+bit, but for the order of addition. Nothing else explains thousands of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, product
+
+import torch
+
+from wllm_ray.capture.probe import BlockCall, Event
+from wllm_ray.capture.reading import Path
+
+__all__ = [
+    "EXACT_SHARE",
+    "Block",
+    "Branch",
+    "add_up",
+    "exactness",
+    "explain",
+    "find_branches",
+    "same",
+]
+
+# Of all numbers, how many must come out to the bit; the rest may differ by the order of addition.
+EXACT_SHARE = 0.98
+_MAX_BRANCHES = 3
+# How many numbers are looked at before all of them are.
+_GLANCED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What may be added to the stream: one output, and what the model did to it.
+
+    Attributes:
+        event: The call that returned it.
+        path: Where in the output it lies.
+        value: [T, D], the bias included.
+        factor: What it is multiplied by, or None.
+        bias: Where in the output a [D] vector lies that is added, or None.
+    """
+
+    event: Event
+    path: Path
+    value: torch.Tensor
+    factor: float | None = None
+    bias: Path | None = None
+
+    @property
+    def added(self) -> torch.Tensor:
+        """[T, D]: what is added to the stream."""
+        return self.value if self.factor is None else self.value * self.factor
+
+
+@dataclass(slots=True)
+class Block:
+    """One block's evidence.
+
+    Attributes:
+        layer: Its number.
+        name: Dotted, for messages.
+        call: What was seen of it.
+        before, after: [T, D], the stream that it was given and that it left.
+        events: The calls inside it of modules that ran once in the pass.
+    """
+
+    layer: int
+    name: str
+    call: BlockCall
+    before: torch.Tensor
+    after: torch.Tensor
+    events: list[Event] = field(default_factory=list)
+
+
+def find_branches(block: Block) -> list[Branch]:
+    """Outputs as wide as the stream, each value once, by the outermost module that returned it."""
+    found: dict[bytes, Branch] = {}
+    stream = {_bytes(block.before), _bytes(block.after)}
+    for event in sorted(block.events, key=lambda one: (one.name.count("."), one.ended)):
+        vectors = [p for p, value in event.outputs.items() if value.shape == block.after.shape[1:]]
+        for path, value in event.outputs.items():
+            key = _bytes(value)
+            if value.shape != block.after.shape or key in stream or key in found:
+                continue
+            if value.dtype != block.after.dtype or not value.any():
+                continue
+            found[key] = Branch(event, path, value)
+            for bias in vectors:
+                added = value + event.outputs[bias]
+                found.setdefault(_bytes(added), Branch(event, path, added, bias=bias))
+    return sorted(found.values(), key=lambda branch: branch.event.ended)
+
+
+def explain(block: Block, branches: Sequence[Branch]) -> list[Branch] | None:
+    """The fewest branches that lead from the stream before to the stream after."""
+    factors: list[float | None] = [None, *sorted(block.call.factors)]
+    scaled = [
+        Branch(one.event, one.path, one.value, factor, one.bias)
+        for one in branches
+        for factor in factors
+    ]
+    look = _Glance(block, scaled)
+    for count in range(1, _MAX_BRANCHES + 1):
+        found = [
+            (share, chosen)
+            for group in look.candidates(len(branches), len(factors), count)
+            if (share := exactness(block, chosen := [scaled[i] for i in group])) >= EXACT_SHARE
+        ]
+        if found:
+            return max(found, key=lambda one: one[0])[1]
+    return None
+
+
+class _Glance:
+    """A look at a few numbers, which spares adding up everything for every choice of branches."""
+
+    def __init__(self, block: Block, scaled: Sequence[Branch]) -> None:
+        flat = block.after.reshape(-1)
+        picked = torch.linspace(0, flat.numel() - 1, _GLANCED).long()
+        self._before = block.before.reshape(-1)[picked].double()
+        self._gap = flat[picked].double() - self._before
+        self._eps = torch.finfo(flat.dtype).eps
+        added = [branch.added.reshape(-1)[picked].double() for branch in scaled]
+        self._added = torch.stack(added) if added else torch.empty(0, _GLANCED).double()
+
+    def candidates(self, branches: int, factors: int, count: int) -> list[tuple[int, ...]]:
+        """Choices of ``count`` branches, each with one factor, that may explain the block."""
+        groups = [
+            tuple(branch * factors + factor for branch, factor in zip(chosen, used, strict=True))
+            for chosen in combinations(range(branches), count)
+            for used in product(range(factors), repeat=count)
+        ]
+        if not groups:
+            return []
+        chosen = self._added[torch.tensor(groups)]
+        # Each addition rounds by half a unit of what has been added up by then.
+        size = self._before.abs() + chosen.abs().sum(dim=1)
+        off = (chosen.sum(dim=1) - self._gap).abs()
+        near = (off <= (count + 1) * self._eps * size).all(dim=1)
+        return [groups[i] for i in torch.nonzero(near).flatten().tolist()]
+
+
+def exactness(block: Block, branches: Sequence[Branch]) -> float:
+    """The share of numbers that come out to the bit, in the best order of addition."""
+    return max(float((sum_ == block.after).double().mean()) for sum_ in _totals(block, branches))
+
+
+def _totals(block: Block, branches: Sequence[Branch]) -> Iterator[torch.Tensor]:
+    """The stream after, in every order of addition that models use."""
+    added = [branch.added for branch in branches]
+    before = block.before
+    yield add_up([before, *added])
+    if len(added) == 1:
+        return
+    yield add_up([before, *reversed(added)])
+    yield before + add_up(added)
+    # The first two together, then the rest: two mixers side by side.
+    yield add_up([before + add_up(added[:2]), *added[2:]])
+    # The last two together: a parallel pair after one, or what is multiplied only when it is added
+    # up (Granite's experts and the feed-forward beside them).
+    head = add_up([before, *added[:-2]])
+    yield head + add_up(added[-2:])
+    factors = {branch.factor for branch in branches[-2:]}
+    if len(factors) == 1 and (factor := factors.pop()) is not None:
+        yield head + add_up([branch.value for branch in branches[-2:]]) * factor
+
+
+def add_up(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One after the other, in their dtype."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal to the bit, shape and dtype included."""
+    return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+
+
+def _bytes(value: torch.Tensor) -> bytes:
+    return bytes(value.contiguous().view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,100 @@
+"""The parts of the self-test that speak for sites: identities, and passes that stop early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from wllm_ray.capture.coverage import RowsWanted
+from wllm_ray.capture.identities import Finding, check_block, check_stream
+from wllm_ray.capture.proof import (
+    Floats,
+    Sites,
+    Subject,
+    failed,
+    features_of,
+    probe_prompts,
+    two_positions,
+)
+from wllm_ray.errors import CaptureError
+from wllm_ray.sites import HookSite
+
+__all__ = ["check_depth", "check_sites"]
+
+# Tokens of two short prompts that share a pass.
+_SHORT = (24, 9)
+_LISTED = 4
+
+
+def check_sites(subject: Subject) -> tuple[str, str, frozenset[HookSite]]:
+    """Every hook fires once, and what the sites must add up to they do; else they are refused."""
+    prompts = probe_prompts(subject, [min(n, subject.max_model_len) for n in _SHORT])
+    rows = [
+        RowsWanted(index, prompt, np.arange(len(prompt), dtype=np.int64))
+        for index, prompt in enumerate(prompts)
+    ]
+    chunk = subject.capture(rows, tuple(subject.readings), None)
+    features_of(chunk)
+
+    def values(site: HookSite) -> Floats:
+        return chunk.features[:, chunk.columns[site]]
+
+    _check_chain(subject, values)
+    dtype = getattr(torch, subject.dtype)
+    findings: list[Finding] = []
+    for layer in range(subject.num_layers):
+        offered = [site.kind for site in subject.readings if site.layer == layer]
+        findings += check_block(layer, offered, values, dtype)
+    broken = [finding for finding in findings if not finding.holds]
+    refused = {site for finding in broken for site in finding.sites}
+    # What belongs to a refused branch goes with it.
+    refused |= {
+        site
+        for site in subject.readings
+        if (site.kind == "moe_out" and HookSite(site.layer, "mlp_out") in refused)
+        or (site.kind == "attn_out_prelinear" and HookSite(site.layer, "attn_out") in refused)
+    }
+    told = f"{len(findings) - len(broken)} of {len(findings)} hold"
+    if findings and not broken:
+        told += f", relative L2 at most {max(finding.off for finding in findings):.1e}"
+    for finding in broken[:_LISTED]:
+        told += f"; {finding.text} is off by {finding.off:.1e}, not offered"
+    return f"{len(subject.readings)} sites, each read once in every pass", told, frozenset(refused)
+
+
+def _check_chain(subject: Subject, values: Callable[[HookSite], Floats]) -> None:
+    """The stream itself: nothing here may be off, or no site of the model could be trusted."""
+    embed, first = HookSite(None, "embed"), HookSite(0, "resid_pre")
+    pairs = [(embed, first)] + [
+        (HookSite(layer, "resid_post"), HookSite(layer + 1, "resid_pre"))
+        for layer in range(subject.num_layers - 1)
+    ]
+    for before, after in pairs:
+        if not check_stream(values(before), values(after)):
+            raise failed(f"{after} is not what {before} is; the stream is read at a wrong place")
+
+
+def check_depth(subject: Subject) -> tuple[bool, str]:
+    """Rows of passes that stop early are those of whole passes, to the bit."""
+    if not subject.bounds_depth:
+        return False, "every pass runs all blocks, as was asked"
+    prompts = probe_prompts(subject, [min(n, subject.max_model_len) for n in (33, 7)])
+    wanted = [two_positions(index, prompt) for index, prompt in enumerate(prompts)]
+    last = subject.num_layers - 1
+    asked: list[Sites] = [(HookSite(None, "embed"),)]
+    asked += [subject.stream([layer]) for layer in sorted({0, last // 2, last})]
+    whole = [features_of(subject.capture(wanted, sites, None)) for sites in asked]
+    subject.set_depth_bounded(True)
+    try:
+        cut = [features_of(subject.capture(wanted, sites, None)) for sites in asked]
+    except CaptureError as error:
+        return False, f"every pass runs all blocks: this model cannot be cut ({error.message})"
+    finally:
+        subject.set_depth_bounded(False)
+    for sites, full, short in zip(asked, whole, cut, strict=True):
+        if not all(np.array_equal(a, b) for a, b in zip(full, short, strict=True)):
+            return False, f"every pass runs all blocks: cut after {sites[0]}, the rows differ"
+    depths = ", ".join(str(sites[0]) for sites in asked)
+    return True, f"passes stop at the deepest block wanted; rows of {depths} equal to the bit"

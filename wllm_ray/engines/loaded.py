@@ -1,0 +1,96 @@
+"""Models and tokenizers that the caller has loaded already: which ones are they?
+
+What was loaded may have been changed since, so a name does not say. Digests are over what lies in
+memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from wllm_ray.capture.tokenizer import TransformersTokenizer
+from wllm_ray.digest import canonical_json, sha256_hex
+from wllm_ray.errors import InvalidInputError
+from wllm_ray.records import ModelIdentity, TokenizerIdentity
+
+__all__ = ["LoadedTokenizer", "NoTokenizer", "identity_of_module"]
+
+
+def identity_of_module(module: nn.Module) -> ModelIdentity:
+    """The name that the module came under, and the digest of its parameters and buffers.
+
+    The digest is SHA-256 over the canonical JSON of [name, dtype, shape, SHA-256 of the values]
+    of each tensor that the module would save; those that share memory count under each name.
+    """
+    config = getattr(module, "config", None)
+    entries = [
+        [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _values(tensor)]
+        for name, tensor in sorted(module.state_dict().items())
+    ]
+    return ModelIdentity(
+        name=_name(getattr(config, "name_or_path", "")) or type(module).__name__,
+        revision=f"sha256:{sha256_hex(canonical_json(entries))}",
+    )
+
+
+def _values(tensor: torch.Tensor) -> str:
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(memoryview(plain.view(torch.uint8).numpy())).hexdigest()
+
+
+def _name(name_or_path: str) -> str:
+    """A hub name as it is; of a directory, which is nobody's business, the last part."""
+    is_directory = bool(name_or_path) and Path(name_or_path).is_dir()
+    return Path(name_or_path).resolve().name if is_directory else name_or_path
+
+
+class LoadedTokenizer(TransformersTokenizer):
+    """A tokenizer of Transformers that the caller has loaded.
+
+    Args:
+        tokenizer: As ``AutoTokenizer.from_pretrained`` gives it. Its revision is a digest of what
+            it would save.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        template = tokenizer.chat_template
+        self._identity = TokenizerIdentity(
+            name=_name(tokenizer.name_or_path) or type(tokenizer).__name__,
+            revision=f"sha256:{sha256_hex(_serialised(tokenizer))}",
+            chat_template_sha256=sha256_hex(template.encode()) if template else None,
+        )
+
+
+def _serialised(tokenizer: Any) -> bytes:
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
+    return canonical_json([type(tokenizer).__name__, special, rules])
+
+
+class NoTokenizer:
+    """Stands in where a module was given without a tokenizer: only token ids can be run."""
+
+    identity = TokenizerIdentity(name="none", revision="none", chat_template_sha256=None)
+
+    def encode_prompts(self, _prompts: Sequence[str]) -> list[list[int]]:
+        """Refuse.
+
+        Raises:
+            InvalidInputError: Always.
+        """
+        raise InvalidInputError(
+            "the engine was given a module without a tokenizer, so prompts cannot be read; pass "
+            "`tokenizer=`, a name, a path or a loaded one, or send token_ids",
+            code="invalid_argument",
+        )
+
+    def encode_messages(self, _messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Never called: without a template, messages are refused row by row."""
+        raise NotImplementedError

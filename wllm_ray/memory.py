@@ -1,0 +1,48 @@
+"""How much memory there is, read from the system and never through a library."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+__all__ = ["available_memory", "resident_memory"]
+
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory() -> int | None:
+    """Bytes that programs could still take, or None where that is not known.
+
+    What a container may take counts as well, where it has a limit.
+    """
+    bounds = [found for found in (_machine(), _container()) if found is not None]
+    return min(bounds, default=None)
+
+
+def resident_memory() -> int:
+    """Bytes of this process that lie in memory now; 0 where that is not known."""
+    text = _read(_PROC / "self/statm")
+    return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else 0
+
+
+def _machine() -> int | None:
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(_PROC / "meminfo"), re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def _container() -> int | None:
+    """Room up to the limit of the control group; cached files can be dropped and do not count."""
+    limit, used = (_read(_CGROUP / name).strip() for name in ("memory.max", "memory.current"))
+    if not (limit.isdigit() and used.isdigit()):
+        return None
+    cached = re.search(r"^inactive_file (\d+)$", _read(_CGROUP / "memory.stat"), re.MULTILINE)
+    return max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
