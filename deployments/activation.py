@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from deployments.args import AppArgs
@@ -30,36 +29,26 @@ def load_vllm_engine(args: AppArgs, identity: ModelIdentity) -> Engine:
     """Import vLLM here, in the replica: its device is only known where Ray put it."""
     # Ray sets this from num_cpus before the replica starts, and torch reads it at import.
     os.environ["OMP_NUM_THREADS"] = str(args.threads or 1)
-    from wllm_ray.capture.tokenizer import TransformersTokenizer
-    from wllm_ray.capture.vllm_capture import VLLMCapture
+    from wllm_ray.engines.vllm import load_vllm
 
-    tokenizer = TransformersTokenizer(
-        args.model, identity, trust_remote_code=args.trust_remote_code
-    )
-    return VLLMCapture(
+    engine, _ = load_vllm(
         args.model,
-        model_identity=identity,
-        tokenizer_identity=tokenizer.identity,
+        identity,
+        trust_remote_code=args.trust_remote_code,
         served_model_name=args.served_model_name or identity.name,
         dtype=args.dtype,
         precision=args.precision,
-        prefix_caching=args.prefix_caching,
-        depth_bounded=args.depth_bounded,
         max_model_len=args.max_model_len,
         prefill_split_tokens=args.prefill_split_tokens,
+        prefix_caching=args.prefix_caching,
+        depth_bounded=args.depth_bounded,
         max_num_seqs=args.max_num_seqs,
         threads=args.threads,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         gpu_memory_utilization=args.gpu_memory_utilization,
         allow_unprofiled_vllm=args.allow_unprofiled_vllm,
-        vllm_args=_vllm_args(args, identity),
     )
-
-
-def _vllm_args(args: AppArgs, identity: ModelIdentity) -> dict[str, Any]:
-    """Pin a hub model to the commit that was resolved; a directory has no revisions."""
-    pinned = {} if Path(args.model).is_dir() else {"revision": identity.revision}
-    return {"trust_remote_code": args.trust_remote_code} | pinned
+    return engine
 
 
 class ActivationReplica:

@@ -10,14 +10,20 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import numpy as np
 import pytest
 from reference import RemoteReference
-from tiny_models import VOCAB, build_tiny_model
+from tiny_models import FAMILIES, QUICK, VOCAB, build_tiny_model
 
 from wllm_ray.capture.coverage import SitesWanted
 from wllm_ray.capture.vllm_capture import VLLMCapture
+from wllm_ray.offered import offered_sites, site_widths
 from wllm_ray.records import CaptureTask, ModelIdentity, TokenizerIdentity, TokenRow
 from wllm_ray.sites import HookSite
 
 SPLIT = 64
+# For parametrize: every family; all but one of each structure only where `slow` is asked for.
+EACH_FAMILY = [
+    *QUICK,
+    *(pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES if one not in QUICK),
+]
 
 # Not ours to mend: what vLLM and its libraries say of their own code.
 _FOREIGN_WARNINGS = (
@@ -125,6 +131,22 @@ def relative_l2(found, expected):
 def stacked(chunk):
     """[feature rows, sites, width] of a chunk whose sites are equally wide."""
     return chunk.features.reshape(len(chunk.features), len(chunk.widths), -1)
+
+
+def capture_everything(engine, prompts):
+    """Site name → [tokens of all prompts, width], from one call for all that is offered."""
+    sites = offered_sites(engine.description)
+    names = [str(site) for site in sites]
+    chunk = engine.capture(task_of(prompts, sites=names, position="all_prompt"))
+    assert chunk.failures == {}
+    assert chunk.row_index.tolist() == list(range(len(prompts)))
+    assert chunk.lengths.tolist() == [len(prompt) for prompt in prompts]
+    assert chunk.widths == site_widths(engine.description, sites)
+    assert chunk.features.shape == (sum(map(len, prompts)), sum(chunk.widths))
+    assert chunk.features.dtype == np.float32
+    assert chunk.features.flags.c_contiguous
+    columns = np.split(chunk.features, np.cumsum(chunk.widths)[:-1], axis=1)
+    return dict(zip(names, columns, strict=True))
 
 
 def idle(engine):

@@ -116,11 +116,13 @@ def _nemotron_h():
     return Structure((mamba, _one_part("mlp_out"), attention, mamba), "norm_f")
 
 
+# fmt: off
 _LLAMA_LIKE = (
-    "qwen2 qwen3 llama mistral phi3 ernie4_5 seed_oss smollm3 nemotron starcoder2 "
-    "stablelm glm olmo gemma"
-).split()
-_MIXTRAL_LIKE = "mixtral phimoe gpt_oss olmoe".split()
+    "qwen2", "qwen3", "llama", "mistral", "phi3", "ernie4_5", "seed_oss", "smollm3", "nemotron",
+    "starcoder2", "stablelm", "glm", "olmo", "gemma",
+)
+# fmt: on
+_MIXTRAL_LIKE = ("mixtral", "phimoe", "gpt_oss", "olmoe")
 
 STRUCTURES = {
     **dict.fromkeys(_LLAMA_LIKE, _alike(_LLAMA)),
@@ -178,11 +180,10 @@ STRUCTURES = {
             experts=True,
         )
     ),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Structure((_MIXTRAL, _LLAMA, _MIXTRAL, _MIXTRAL))),
     **dict.fromkeys(
-        ("qwen2_moe", "qwen3_moe"), Structure((_MIXTRAL, _LLAMA, _MIXTRAL, _MIXTRAL))
-    ),
-    **dict.fromkeys(
-        ("glm4_moe", "deepseek_v2", "deepseek_v3"), Structure((_LLAMA, _MIXTRAL, _MIXTRAL, _MIXTRAL))
+        ("glm4_moe", "deepseek_v2", "deepseek_v3"),
+        Structure((_LLAMA, _MIXTRAL, _MIXTRAL, _MIXTRAL)),
     ),
     "mamba2": _alike(_one_part(*_MAMBA), "norm_f"),
     "nemotron_h": _nemotron_h(),

@@ -23,6 +23,11 @@ class _Rows:
         outputs = [found[f"L{layer}_resid_post"] for layer in range(LAYERS)]
         return np.stack([rows[positions] for rows in outputs], axis=1)
 
+    def all_sites(self, prompts):
+        """Site name → [tokens of all prompts, width]."""
+        found = [self.sites(prompt) for prompt in prompts]
+        return {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+
     def all_rows(self, prompts):
         """[prompts, layers, hidden]: each block's output at the last token."""
         return np.concatenate([self.rows_at(prompt, [-1]) for prompt in prompts])
@@ -46,11 +51,11 @@ class Reference(_Rows):
     def sites(self, token_ids):
         """Site name → [tokens, width] float32, for every site that the family has."""
         log = _Log()
-        with ExitStack() as hooks, torch.no_grad():
+        with ExitStack() as hooks:
             for module in self.model.modules():
                 hooks.enter_context(module.register_forward_pre_hook(log.before, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(log.after))
-            self.model(torch.tensor(np.asarray(token_ids))[None].long(), use_cache=False)
+            self._run(token_ids)
         found = {"embed": log.inputs[self.blocks[0]]}
         if norm := self.structure.final_norm:
             found["final_norm"] = log.outputs[self._owner.get_submodule(norm)]
@@ -58,6 +63,16 @@ class Reference(_Rows):
             values = _block_sites(self.blocks[layer], layout, log)
             found |= {f"L{layer}_{kind}": rows for kind, rows in values.items()}
         return found
+
+    def hidden_states(self, token_ids):
+        """For each block its input, then the output of the last: Transformers' own list."""
+        states = self._run(token_ids, output_hidden_states=True).hidden_states
+        return [state[0].float().numpy() for state in states]
+
+    def _run(self, token_ids, **options):
+        ids = torch.tensor(np.asarray(token_ids))[None].long()
+        with torch.no_grad():
+            return self.model(ids, use_cache=False, **options)
 
 
 class _Log:
@@ -99,11 +114,15 @@ class RemoteReference(_Rows):
 
     def sites(self, token_ids):
         """As :meth:`Reference.sites`."""
-        return self._process.submit(_sites, self._model, token_ids).result()
+        return self._process.submit(_ask, self._model, "sites", token_ids).result()
+
+    def hidden_states(self, token_ids):
+        """As :meth:`Reference.hidden_states`."""
+        return self._process.submit(_ask, self._model, "hidden_states", token_ids).result()
 
 
 _load = cache(Reference)
 
 
-def _sites(model, token_ids):
-    return _load(*model).sites(token_ids)
+def _ask(model, method, token_ids):
+    return getattr(_load(*model), method)(token_ids)

@@ -8,10 +8,12 @@ import pytest
 from conftest import idle, prompts_of, relative_l2, stacked, task_of
 from tiny_models import MAX_LEN, VOCAB
 
+from wllm_ray.capture import hooks
 from wllm_ray.capture.hooks import SiteHooks
 from wllm_ray.capture.protocol import Engine
+from wllm_ray.capture.reading import take
 from wllm_ray.capture.staging import HostStager
-from wllm_ray.errors import CaptureError, InvalidInputError, NotOfferedError
+from wllm_ray.errors import InvalidInputError, NotOfferedError
 from wllm_ray.records import CaptureTask, TokenRow
 from wllm_ray.sites import HookSite
 
@@ -141,7 +143,9 @@ async def test_a_hook_that_raises_fails_its_rows_only(engine, monkeypatch):
         engine.capture_async(task_of(prompts, (1, 3))),
     )
     assert {f.code for f in bad.failures.values()} == {"hook_failed"}
-    assert bad.failures[0].message == "the hook of L2_resid_post raised ValueError; the log has more"
+    assert (
+        bad.failures[0].message == "the hook of L2_resid_post raised ValueError; the log has more"
+    )
     assert not bad.failures[0].permanent
     assert bad.features.shape[0] == 0
     assert good.failures == {}
@@ -194,7 +198,7 @@ def test_values_that_cannot_be_right_fail_the_row(engine, monkeypatch):
 
 @pytest.mark.requirement("H-5", "R-5")
 def test_check_is_quick_while_the_engine_works(engine):
-    job = engine._loop.submit(engine._submit(task_of(prompts_of([300] * 20), (0,)))[0].capture)
+    job, _ = engine._submit(task_of(prompts_of([300] * 20), (0,)))
     slowest = 0.0
     while not job.done.done():
         started = time.perf_counter()
@@ -202,4 +206,46 @@ def test_check_is_quick_while_the_engine_works(engine):
         slowest = max(slowest, time.perf_counter() - started)
         time.sleep(0.005)
     assert slowest < 0.05
-    assert isinstance(job.done.exception(), CaptureError | None)
+    assert job.done.exception() is None
+
+
+@pytest.mark.requirement("C-7")
+def test_the_prefix_cache_is_off_where_it_is_not_asked_for(engine):
+    assert engine.description.fingerprint.reproducibility == "bitwise"
+    assert not engine._loop.driver._core.vllm_config.cache_config.enable_prefix_caching
+    (prompt,) = prompts_of([100], seed=47)
+    first, again = (engine.capture(task_of([prompt], (3,))) for _ in range(2))
+    assert np.array_equal(first.features, again.features)
+
+
+@pytest.mark.requirement("C-3", "C-10")
+def test_a_bad_value_in_the_middle_of_a_ragged_row_fails_that_row_alone(engine, monkeypatch):
+    prompts = prompts_of([7, 30, 9], seed=48)
+    wanted = {"sites": ["L1_attn_out_prelinear", "L2_resid_post"], "position": "all_prompt"}
+    right = engine.capture(task_of(prompts, **wanted)).features
+    stage = HostStager.stage
+
+    def spoilt(self, site, rows):
+        rows = rows.clone()
+        if site == HookSite(2, "resid_post"):
+            rows[7 + 19, 5] = float("inf")
+        return stage(self, site, rows)
+
+    monkeypatch.setattr(HostStager, "stage", spoilt)
+    chunk = engine.capture(task_of(prompts, first_index=40, **wanted))
+    assert {index: one.code for index, one in chunk.failures.items()} == {41: "non_finite"}
+    assert "position 19 of L2_resid_post is not finite, first at hidden index 5" in (
+        chunk.failures[41].message
+    )
+    assert chunk.lengths.tolist() == [7, 0, 9]
+    assert np.array_equal(chunk.features, np.delete(right, range(7, 37), axis=0))
+
+
+@pytest.mark.requirement("C-3")
+def test_a_site_of_zeros_is_not_taken_for_an_activation(engine, monkeypatch):
+    """What a hybrid's state looks like when its pages are laid out wrongly."""
+    monkeypatch.setattr(hooks, "take", lambda *given: take(*given) * 0)
+    chunk = engine.capture(task_of(prompts_of([6, 7]), sites=["L1_attn_out"], position="first"))
+    assert {one.code for one in chunk.failures.values()} == {"all_zero"}
+    assert chunk.failures[0].message == "position 0 of L1_attn_out is zero throughout"
+    assert all(one.permanent for one in chunk.failures.values())

@@ -1,14 +1,13 @@
 """Which tokens are kept: every position, one after the other and side by side."""
 
 import asyncio
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from conftest import SPLIT, idle, prompts_of, relative_l2, task_of
 
-from wllm_ray.errors import NotOfferedError
 from wllm_ray.positions import resolve
-from wllm_ray.sites import HookSite
 
 pytestmark = pytest.mark.requirement("C-8", "C-2")
 
@@ -45,9 +44,8 @@ def test_each_position_is_the_rows_own(position, engine, truth):
     expected = [truth(prompt)[resolve(position, len(prompt))] for prompt in PROMPTS]
     assert chunk.failures == {}
     assert chunk.lengths.tolist() == [len(rows) for rows in expected]
-    edges = np.cumsum([0, *chunk.widths])
-    for start, stop in zip(edges, edges[1:], strict=False):
-        columns = slice(int(start), int(stop))
+    for start, stop in pairwise(np.cumsum([0, *chunk.widths])):
+        columns = slice(start, stop)
         found = chunk.features[:, columns]
         wanted = np.concatenate([rows[:, columns] for rows in expected])
         assert relative_l2(found, wanted).max() <= TIGHT
@@ -59,7 +57,9 @@ def test_positions_are_cuts_of_one_another_to_the_bit(engine):
     starts = np.cumsum([0, *whole.lengths[:-1]])
     ends = starts + whole.lengths
     assert np.array_equal(capture(engine, PROMPTS, "first").features, whole.features[starts])
-    assert np.array_equal(capture(engine, PROMPTS, "last_prompt").features, whole.features[ends - 1])
+    assert np.array_equal(
+        capture(engine, PROMPTS, "last_prompt").features, whole.features[ends - 1]
+    )
     both = np.stack([ends - 1, starts], axis=1).reshape(-1)
     assert np.array_equal(capture(engine, PROMPTS, "index:-1,0").features, whole.features[both])
 
@@ -118,20 +118,3 @@ def test_failures_in_the_middle_of_ragged_rows_shift_nothing(engine):
     assert chunk.failures.keys() == {0, 2, 5, 7}
     assert chunk.lengths.tolist() == [0, 3, 0, 70, 1, 0, 12, 0]
     assert np.array_equal(chunk.features, capture(engine, good, "all_prompt").features)
-
-
-@pytest.mark.requirement("C-9")
-def test_a_mixer_on_a_layer_of_another_type_is_refused_before_it_runs(open_engine, monkeypatch):
-    with open_engine("granite_hybrid", selftest=False) as engine:
-        ran = []
-        monkeypatch.setattr(engine._loop, "submit", ran.append)
-        with pytest.raises(NotOfferedError) as error:
-            engine.capture(task_of(prompts_of([5]), sites=["L1_attn_out", "L2_attn_out"]))
-        assert error.value.code == "site_not_offered"
-        assert "block 2" in error.value.message
-        assert "mamba" in error.value.message
-        assert "blocks with attn_out: 1" in error.value.message
-        assert not ran
-        offered = [one for one in engine.description.sites if one.kind == "attn_out"]
-        assert [one.layers for one in offered] == [(1,)]
-        assert HookSite(2, "mamba_out") in engine._anatomy.readings

@@ -110,11 +110,3 @@ def test_without_a_salt_it_would_be_used_and_be_wrong(cached, reference, monkeyp
     )
     prompt, found = deep_after_shallow(cached, seed=46)
     assert relative_l2(found, reference("qwen3").all_rows([prompt])[:, 3]).max() > 1e-2
-
-
-def test_it_is_off_where_it_is_not_asked_for(engine):
-    assert engine.description.fingerprint.reproducibility == "bitwise"
-    (prompt,) = prompts_of([3 * BLOCK + 5], seed=47)
-    first, again = (engine.capture(task_of([prompt], (3,))) for _ in range(2))
-    assert np.array_equal(first.features, again.features)
-    assert not engine._loop.driver._core.vllm_config.cache_config.enable_prefix_caching

@@ -15,6 +15,7 @@ import pytest
 from conftest import SPLIT, idle, prompts_of, relative_l2, task_of
 from tiny_models import LAYERS
 
+from wllm_ray.capture import router
 from wllm_ray.offered import offered_sites
 from wllm_ray.positions import canonical_position, is_reduced, resolve
 
@@ -109,6 +110,11 @@ def check(model, task, chunk):
             assert relative_l2(found, row) <= TIGHT
 
 
+def check_all(model, done):
+    for task, chunk in done:
+        check(model, task, chunk)
+
+
 class Strangers:
     """Requests that nobody reads, with many tokens to generate."""
 
@@ -155,11 +161,11 @@ async def storm(engine, seed, chunks):
     return list(zip(tasks, found, strict=True))
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 30))])
+@pytest.mark.parametrize(
+    "seed", [1, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 30))]
+)
 async def test_every_row_is_its_own(seed, busy, reference, thrown_out):
-    model = Known(reference("qwen3"))
-    for task, chunk in await storm(busy, seed, chunks=16):
-        check(model, task, chunk)
+    check_all(Known(reference("qwen3")), await storm(busy, seed, chunks=16))
     assert await asyncio.to_thread(idle, busy)
     busy.check()
     crowded = busy._loop._admission._limits.pass_tokens > SPLIT
@@ -176,3 +182,18 @@ class Known:
         if ids.tobytes() not in self.answers:
             self.answers[ids.tobytes()] = self.model.sites(ids)
         return self.answers[ids.tobytes()]
+
+
+async def test_a_row_of_its_neighbour_would_be_noticed(busy, reference, monkeypatch):
+    """The control: the router is one flat row off."""
+    route_one = router._route_one
+
+    def shifted(one_pass, place, reservation):
+        route, again = route_one(one_pass, place, reservation)
+        rows = (route.rows + 1) % one_pass.query_start_loc[-1]
+        return router.Route(route.request_id, rows, route.slots), again
+
+    monkeypatch.setattr(router, "_route_one", shifted)
+    done = await storm(busy, 99, chunks=4)
+    with pytest.raises(AssertionError):
+        check_all(Known(reference("qwen3")), done)

@@ -17,7 +17,6 @@ VOCAB = 512
 MAX_LEN = 320
 
 
-
 def _without(options, *names):
     return {name: value for name, value in options.items() if name not in names}
 
@@ -45,11 +44,10 @@ _YARN = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": MAX_LEN // 4,
 }
-_WINDOWS = {
-    "sliding_window": 64,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]
-    + ["sliding_attention"] * (LAYERS - 3),
-}
+_WINDOWS = {"sliding_window": 64}
+_WINDOWS |= {"layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"]}
+_GEMMA4 = _TIED | _HEAD | {"sliding_window": 64}
+_GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 # Never reached: vLLM's window for these is one token wider than Transformers'.
 _WIDE = {"sliding_window": 2 * MAX_LEN}
 _GPT2 = _TOKENS | {"vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 4}
@@ -61,17 +59,10 @@ _MULTIPLIERS = {
 }
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 _SMALL_EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 64}
-_OPT = _TOKENS | {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "ffn_dim": 256,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "max_position_embeddings": MAX_LEN,
-    "init_std": 0.2,
-}
+_OPT = _without(_MULTI_HEAD, "intermediate_size", "initializer_range", "tie_word_embeddings")
+_OPT |= {"ffn_dim": 256, "init_std": 0.2}
 # vLLM takes its feed-forward to be four times as wide as the stream.
-_FALCON = _without(_MULTI_HEAD, "intermediate_size") | {"bias": True}
+_FALCON = _without(_MULTI_HEAD, "intermediate_size")
 _MAMBA2 = {
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
@@ -121,25 +112,15 @@ DENSE = {
     "exaone4": lambda: hf.Exaone4Config(**_GROUPED, **_WIDE),
     "gemma": lambda: hf.GemmaConfig(**_TIED, **_HEAD),
     "gemma2": lambda: hf.Gemma2Config(**_TIED, **_HEAD, query_pre_attn_scalar=32, **_WINDOWS),
-    "gemma3": lambda: hf.Gemma3TextConfig(
-        **_TIED, **_HEAD, query_pre_attn_scalar=32, **_WINDOWS
-    ),
+    "gemma3": lambda: hf.Gemma3TextConfig(**_TIED, **_HEAD, query_pre_attn_scalar=32, **_WINDOWS),
     "gemma4": lambda: hf.Gemma4TextConfig(
-        **_TIED,
-        **_HEAD,
-        global_head_dim=64,
-        hidden_size_per_layer_input=0,
-        sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+        **_GEMMA4, global_head_dim=64, hidden_size_per_layer_input=0
     ),
     "gemma4_per_layer": lambda: hf.Gemma4TextConfig(
-        **_TIED,
-        **_HEAD,
+        **_GEMMA4,
         global_head_dim=32,
         hidden_size_per_layer_input=32,
         vocab_size_per_layer_input=VOCAB,
-        sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
     ),
     "minicpm3": lambda: hf.MiniCPM3Config(
         **_MULTI_HEAD,
@@ -165,7 +146,7 @@ DENSE = {
     "falcon": lambda: hf.FalconConfig(**_FALCON, num_kv_heads=2, new_decoder_architecture=True),
     "falcon_7b": lambda: hf.FalconConfig(**_FALCON),
     "falcon_rw": lambda: hf.FalconConfig(
-        **_FALCON, parallel_attn=False, multi_query=False, alibi=True
+        **_FALCON, parallel_attn=False, multi_query=False, alibi=True, bias=True
     ),
     "bloom": lambda: hf.BloomConfig(
         **_TOKENS,
@@ -178,7 +159,10 @@ DENSE = {
     ),
     "opt": lambda: hf.OPTConfig(**_OPT),
     # Norms at the end of each block, none at the end of the model, a narrower head.
-    "opt_350m": lambda: hf.OPTConfig(**_OPT, word_embed_proj_dim=64, do_layer_norm_before=False),
+    # Weights wide enough that its tokens do not all come to look alike.
+    "opt_350m": lambda: hf.OPTConfig(
+        **_OPT | {"init_std": 0.3}, word_embed_proj_dim=64, do_layer_norm_before=False
+    ),
 }
 
 EXPERTS = {
@@ -194,9 +178,7 @@ EXPERTS = {
         sliding_window=64,
         rope_parameters=_YARN,
     ),
-    "olmoe": lambda: hf.OlmoeConfig(
-        **_MULTI_HEAD, num_experts=4, num_experts_per_tok=2
-    ),
+    "olmoe": lambda: hf.OlmoeConfig(**_MULTI_HEAD, num_experts=4, num_experts_per_tok=2),
     # The second block is dense.
     "qwen2_moe": lambda: hf.Qwen2MoeConfig(
         **_GROUPED, **_SMALL_EXPERTS, shared_expert_intermediate_size=128, mlp_only_layers=[1]
@@ -213,9 +195,7 @@ EXPERTS = {
         use_qk_norm=True,
         num_nextn_predict_layers=0,
     ),
-    "deepseek_v2": lambda: hf.DeepseekV2Config(
-        **_LATENT, q_lora_rank=None, topk_method="greedy"
-    ),
+    "deepseek_v2": lambda: hf.DeepseekV2Config(**_LATENT, q_lora_rank=None, topk_method="greedy"),
     "deepseek_v3": lambda: hf.DeepseekV3Config(
         **_LATENT,
         q_lora_rank=64,
@@ -295,6 +275,23 @@ HYBRIDS = {
 }
 
 FAMILIES = DENSE | EXPERTS | HYBRIDS
+
+# One of each structure that a capture must tell apart.
+QUICK = (
+    "llama",
+    "gemma3",  # a norm after each part
+    "gemma4",  # blocks of unequal width, scaled at the end
+    "gpt2",
+    "cohere",  # parts side by side; vLLM returns a tuple whose second element is stale
+    "granite",  # multipliers
+    "gpt_neox",  # Transformers' own class, run by vLLM
+    "falcon_rw",  # vLLM's modules return their bias beside their output
+    "opt_350m",  # norms on the stream itself
+    "qwen2_moe",  # experts, and one block without
+    "granite_hybrid",  # Mamba2 and attention in turns
+    "falcon_h1",  # Mamba2 and attention side by side
+    "lfm2",  # short convolutions
+)
 
 # What must stand in config.json for vLLM, and Transformers does not write.
 SPELLED = {"phimoe": {"architectures": ["PhiMoEForCausalLM"]}}

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 # Before transformers: it takes the hub away.
-from tiny_configs import FAMILIES, HIDDEN, LAYERS, MAX_LEN, SPELLED, VOCAB
+from tiny_configs import FAMILIES, HIDDEN, LAYERS, MAX_LEN, QUICK, SPELLED, VOCAB
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["FAMILIES", "HIDDEN", "LAYERS", "MAX_LEN", "VOCAB", "build_tiny_model"]
+__all__ = ["FAMILIES", "HIDDEN", "LAYERS", "MAX_LEN", "QUICK", "VOCAB", "build_tiny_model"]
 
 # Buffers that a trained model fills and a new one leaves at zero or one.
 _LEARNT_BUFFERS = ("layer_scalar", "e_score_correction_bias")

@@ -45,7 +45,7 @@ def what_ran(engine):
     """Site → the set of blocks, norms and heads that ran in its passes."""
     seen = set()
     model = engine._loop.driver._core.model_executor.driver_worker.worker.model_runner.model
-    parts = dict(enumerate(model.model.layers))
+    parts = {n: block.self_attn for n, block in enumerate(model.model.layers)}
     parts |= {"norm": model.model.norm, "head": model.logits_processor}
     handles = [
         part.register_forward_pre_hook(lambda *_, name=name: seen.add(name))

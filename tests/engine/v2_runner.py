@@ -1,8 +1,8 @@
 """Runs vLLM's second model runner, the GPU's own routing code, on the CPU; a program of its own.
 
 It needs Triton's interpreter before vLLM is imported, so it cannot share a process with V1. Prints
-JSON: the runner's class, the self-test's class, the failures and the largest distance from
-Transformers.
+JSON: the runner's class, the self-test's class, sites that are missing or should not be there, and
+the largest distance of any site at any token from Transformers.
 """
 
 # ruff: noqa: E402, T201 (the environment comes before the imports; the answer is printed)
@@ -32,16 +32,16 @@ class _Backend:
 
 triton.backends.backends["cpu"] = _Backend
 
-from conftest import SPLIT, prompts_of, relative_l2, task_of
+from conftest import SPLIT, capture_everything, prompts_of, relative_l2
 from reference import Reference
 
 from wllm_ray.capture.vllm_capture import VLLMCapture
 from wllm_ray.records import ModelIdentity, TokenizerIdentity
 
 
-def main(model):
+def main(model, family):
     prompts = prompts_of([1, 1, 7, 8, 20, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 1, 33, 5, 90])
-    expected = Reference(model, "float32").all_rows(prompts)
+    expected = Reference(model, family).all_sites(prompts)
     with VLLMCapture(
         model,
         model_identity=ModelIdentity(name="tiny", revision="sha256:test"),
@@ -52,18 +52,20 @@ def main(model):
         max_num_seqs=8,
     ) as engine:
         runner = engine._loop.driver._core.model_executor.driver_worker.worker.model_runner
-        chunk = engine.capture(task_of(prompts))
+        found = capture_everything(engine, prompts)
     print(
         json.dumps(
             {
                 "runner": type(runner).__module__,
-                "reproducibility": chunk.description.fingerprint.reproducibility,
-                "failures": {index: one.code for index, one in chunk.failures.items()},
-                "relative_l2": float(relative_l2(chunk.features, expected).max()),
+                "reproducibility": engine.description.fingerprint.reproducibility,
+                "differ": sorted(set(found) ^ set(expected)),
+                "relative_l2": float(
+                    max(relative_l2(rows, expected[name]).max() for name, rows in found.items())
+                ),
             }
         )
     )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes import FakeEngine, fake_description
-from wllm_ray.engines.auto_batch import AutoBatch, MemoryProfile, SequencesPerCall, batching_of
+from wllm_ray.engines.auto_batch import AutoBatch, MemoryProfile, RowsPerCall, batching_of
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.records import InputRow
 from wllm_ray.requests import select
@@ -147,4 +147,4 @@ def test_what_cannot_be_a_plan_is_refused():
         AutoBatch.measure(FakeEngine(), rows=(4, 4))
     own = AutoBatch.estimated(fake_description())
     assert batching_of(own, fake_description()) is own
-    assert batching_of(7, fake_description()) == SequencesPerCall(7)
+    assert batching_of(7, fake_description()) == RowsPerCall(7)

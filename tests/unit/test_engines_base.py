@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -312,10 +313,23 @@ def test_rows_that_come_back_neither_good_nor_failed_are_an_error(engine, low):
     async def loses_a_row(task):
         chunk = await whole(task)
         chunk.lengths[0] = 0
-        return chunk
+        return replace(chunk, features=chunk.features[1:])
 
     low.capture_async = loses_a_row
     with pytest.raises(CaptureError, match="row 0 came back with 0 feature rows and failure None"):
+        engine.extract(PROMPTS)
+
+
+@pytest.mark.requirement("P-3")
+def test_features_of_another_shape_than_the_rows_need_are_an_error(engine, low):
+    whole = low.capture_async
+
+    async def adds_a_row(task):
+        chunk = await whole(task)
+        return replace(chunk, features=np.concatenate([chunk.features, chunk.features[:1]]))
+
+    low.capture_async = adds_a_row
+    with pytest.raises(CaptureError, match=r"shape \(3, 8\), found \(4, 8\)"):
         engine.extract(PROMPTS)
 
 

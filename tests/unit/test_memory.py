@@ -30,3 +30,13 @@ def test_resident_memory_is_that_of_this_process():
     status = Path("/proc/self/status").read_text()
     kib = int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
     assert abs(memory.resident_memory() - kib * 1024) < 20 * MIB
+
+
+def test_freed_memory_that_the_c_library_keeps_is_given_back():
+    blocks = [bytearray(b"x" * 100_000) for _ in range(3000)]
+    pins = blocks[::500]  # the heap cannot shrink past these by itself
+    del blocks
+    before = memory.resident_memory()
+    memory.release_unused()
+    assert before - memory.resident_memory() > 100 * MIB
+    del pins

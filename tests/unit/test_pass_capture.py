@@ -180,7 +180,7 @@ class History:
                 self.live = [one for one in self.live if one is not request]
 
     def run_pass(self):
-        """Some requests in any order: prefill chunks, decodes, restarts, a wrong id now and then."""
+        """Some requests in any order: prefill chunks, decodes, restarts, at times a wrong id."""
         chosen = [one for one in self.live if self.random.random() < 0.75]
         self.random.shuffle(chosen)
         if not chosen:
@@ -260,6 +260,11 @@ def check(history):
         assert len(found) == sum(map(len, expected))
         if expected:
             assert np.array_equal(found, np.concatenate(expected))
+
+
+def check_many(seeds):
+    for seed in seeds:
+        check(History(seed))
 
 
 @settings(max_examples=150, deadline=None)
@@ -391,5 +396,61 @@ def _too_shallow(monkeypatch):
 def test_the_property_fails_where_there_is_a_fault(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        for seed in range(60):
-            check(History(seed))
+        check_many(range(60))
+
+
+def a_capture(*, decodes=False):
+    """One row of four tokens that is read at block 0, and the pass that runs it whole."""
+    site = next(site for site in ALL_SITES if str(site) == "L0_resid_post")
+    prompt = np.arange(4, dtype=np.int32)
+    chunk = ChunkCapture(
+        SitesWanted((site,), (HIDDEN,), 0), [RowsWanted(0, prompt, np.arange(4))], ["r"]
+    )
+    capture = PassCapture(SiteHooks(READINGS_OF_MODEL, HostStager()), DEPTHS)
+    capture.depth_bounded = True
+    capture.reserve(chunk.rows[0])
+    if not decodes:
+        capture.expect("r", 0)
+    ids = np.arange(4)
+    return capture, chunk, Pass(("r",), np.array([0, 4]), np.array([0]), np.array([4]), ids)
+
+
+@pytest.mark.requirement("C-6")
+@pytest.mark.parametrize("decodes", [False, True])
+def test_head_and_sampler_are_left_out_where_nobody_wants_a_token(decodes):
+    capture, _, one_pass = a_capture(decodes=decodes)
+    capture.begin(one_pass)
+    assert capture.headless is not decodes
+    with torch.inference_mode():
+        MODEL(torch.arange(4), contexts_of(range(4)))
+    capture.end()
+    # The head of a pass runs after its blocks.
+    assert capture.headless is not decodes
+    assert capture.ran == {"r": (0, 4)}
+
+
+@pytest.mark.requirement("C-6")
+def test_a_pass_that_cannot_be_read_is_not_cut_like_the_one_before(monkeypatch):
+    """Who generates in it would be given tokens that the model never chose."""
+    capture, chunk, one_pass = a_capture()
+    capture.begin(one_pass)
+    capture.end()
+    assert capture.headless
+    monkeypatch.setattr(capture.hooks, "begin", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        capture.begin(one_pass)
+    assert not capture.headless
+    with torch.inference_mode():
+        output = MODEL(torch.arange(4), contexts_of(range(4)))
+    capture.end()
+    assert output.shape == (4, HIDDEN)
+    chunk.prove()
+    assert chunk.rows[0].failure.code == "hook_failed"
+
+
+def test_rows_in_flight_are_failed_together():
+    capture, chunk, _ = a_capture()
+    capture.fail_all("a pass was not read")
+    assert chunk.rows[0].failure.message == "a pass was not read"
+    capture.release("r")
+    assert len(capture.router) == 0

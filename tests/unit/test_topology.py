@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from wllm_ray.capture.probe import Probe
-from wllm_ray.capture.topology import Residual, find_block_lists, read_stream, settle
+from wllm_ray.capture.reading import Place, Side
+from wllm_ray.capture.topology import Residual, find_block_lists, settle, stream_of
 from wllm_ray.errors import CaptureError
 
 pytestmark = pytest.mark.requirement("C-5")
@@ -48,7 +49,8 @@ class Block(nn.Module):
             "tensor": whole + branch,
             "batched": whole + branch,
             "three": (branch, whole, whole),
-            "other width": (branch, whole[:, :3]),
+            "weights": (whole + branch, whole[:, :3]),
+            "narrow": whole[:, :3],
             "object": object(),
         }[self.convention]
 
@@ -84,8 +86,7 @@ class Toy(nn.Module):
 def settled(model, num_layers=LAYERS, hidden=HIDDEN):
     torch.manual_seed(0)
     lists = find_block_lists(model, num_layers)
-    with torch.inference_mode(), Probe(model, lists, hidden) as probe:
-        probe.log.num_tokens = TOKENS
+    with torch.inference_mode(), Probe(model, lists, hidden, TOKENS) as probe:
         model()
     with torch.inference_mode():
         return settle(probe.log, lists, dict(model.named_modules()))
@@ -98,6 +99,7 @@ def settled(model, num_layers=LAYERS, hidden=HIDDEN):
         ("stale", Residual.FIRST),
         ("none", Residual.FIRST),
         ("single", Residual.FIRST),
+        ("weights", Residual.FIRST),
         ("tensor", Residual.TENSOR),
         ("batched", Residual.TENSOR),
     ],
@@ -115,7 +117,7 @@ def test_each_convention_is_settled(convention, residual):
     assert not any(module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("convention", ["three", "other width", "object"])
+@pytest.mark.parametrize("convention", ["three", "narrow", "object"])
 def test_a_structure_that_is_not_understood_is_named(convention):
     model = Toy("tensor")
     model.blocks = nn.ModuleList(Block(convention) for _ in range(LAYERS))
@@ -222,23 +224,40 @@ def test_with_nothing_but_the_head_behind_the_blocks_the_model_is_refused():
         settled(model)
 
 
-@pytest.mark.requirement("C-4")
-@pytest.mark.parametrize("rows", [None, torch.tensor([1, 0])])
-@pytest.mark.parametrize("residual", list(Residual))
-def test_what_is_read_is_memory_of_its_own(residual, rows):
-    one, two = torch.randn(4, 8), torch.randn(4, 8)
-    output = one if residual is Residual.TENSOR else (one, two)
-    stream = read_stream(output, residual, rows)
-    before = stream.clone()
-    one.zero_()
-    two.zero_()
-    assert torch.equal(stream, before)
-    assert stream.abs().sum() > 0
-
-
+@pytest.mark.requirement("C-10")
 def test_a_sum_is_made_in_the_models_own_dtype():
     one, two = (torch.randn(64, 32).bfloat16() for _ in range(2))
-    stream = read_stream((one, two), Residual.SUM)
+    stream = stream_of((one, two), Residual.SUM)
     assert stream.dtype == torch.bfloat16
     assert torch.equal(stream, one + two)
     assert not torch.equal(stream.float(), one.float() + two.float())
+
+
+@pytest.mark.parametrize(
+    ("convention", "paths", "entry"),
+    [
+        ("pair", [(0,), (1,)], [(0, 1)]),
+        ("stale", [(0,)], [(0, 1)]),
+        ("tensor", [()], [(0, 1)]),
+        ("batched", [()], [(0, 1)]),
+    ],
+)
+def test_where_the_stream_lies_around_each_block(convention, paths, entry):
+    """Block 0 is given one tensor, although later blocks are given a pair."""
+    torch.manual_seed(1)
+    model = Toy(convention)
+    found = settled(model)
+    parts = found.parts_after(2)
+    assert [part.path for part in parts] == paths
+    assert {(p.place.module, p.place.name, p.place.side) for p in parts} == {
+        (model.blocks[2], "blocks.2", Side.OUTPUT)
+    }
+    assert [part.path for part in found.parts_before()] == entry
+    assert found.parts_before()[0].place == Place(model.blocks[0], "blocks.0", Side.INPUT)
+
+
+def test_what_was_settled_is_told_in_one_line():
+    torch.manual_seed(1)
+    told = settled(Toy("pair")).describe()
+    assert told.startswith("sum of the tuple's two elements of blocks; final replayed on each")
+    assert "first element of the tuple" in told

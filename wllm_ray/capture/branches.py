@@ -25,12 +25,15 @@ __all__ = [
     "exactness",
     "explain",
     "find_branches",
+    "off_by_rounding",
     "same",
 ]
 
 # Of all numbers, how many must come out to the bit; the rest may differ by the order of addition.
 EXACT_SHARE = 0.98
 _MAX_BRANCHES = 3
+# How much further off the second best must be where the best is not exact.
+_CLEARLY = 4.0
 # How many numbers are looked at before all of them are.
 _GLANCED = 256
 
@@ -108,14 +111,55 @@ def explain(block: Block, branches: Sequence[Branch]) -> list[Branch] | None:
     ]
     look = _Glance(block, scaled)
     for count in range(1, _MAX_BRANCHES + 1):
-        found = [
-            (share, chosen)
+        groups = [
+            [scaled[place] for place in group]
             for group in look.candidates(len(branches), len(factors), count)
-            if (share := exactness(block, chosen := [scaled[i] for i in group])) >= EXACT_SHARE
         ]
-        if found:
-            return max(found, key=lambda one: one[0])[1]
+        if chosen := _exact(block, groups) or _nearest(block, groups):
+            return chosen
     return None
+
+
+def _exact(block: Block, groups: Sequence[list[Branch]]) -> list[Branch] | None:
+    """The plainest of those that give the stream after to the bit."""
+    shares = [exactness(block, group) for group in groups]
+    exact = [group for group, share in zip(groups, shares, strict=True) if share >= EXACT_SHARE]
+    return min(exact, key=_plainness, default=None)
+
+
+def _plainness(group: Sequence[Branch]) -> tuple[int, int]:
+    """Fewest constants, then the outermost modules."""
+    return (
+        sum(branch.factor is not None for branch in group),
+        sum(branch.event.name.count(".") for branch in group),
+    )
+
+
+def _nearest(block: Block, groups: Sequence[list[Branch]]) -> list[Branch] | None:
+    """The only one that is off by rounding alone: some models have an order of their own."""
+    found = []
+    for group in groups:
+        totals = list(_totals(block, group))
+        if any(off_by_rounding(total, block.after, _terms(block, group)) for total in totals):
+            off = min(float((total.double() - block.after.double()).norm()) for total in totals)
+            found.append((off, group))
+    found.sort(key=lambda one: one[0])
+    if not found or (len(found) > 1 and found[1][0] < _CLEARLY * found[0][0]):
+        return None
+    return found[0][1]
+
+
+def _terms(block: Block, branches: Sequence[Branch]) -> list[torch.Tensor]:
+    return [block.before, *(branch.added for branch in branches)]
+
+
+def off_by_rounding(
+    total: torch.Tensor, wanted: torch.Tensor, terms: Sequence[torch.Tensor]
+) -> bool:
+    """Whether no number is further off than the rounding of a few additions of these terms."""
+    size = torch.stack([term.double().abs() for term in terms]).sum(dim=0)
+    allowed = (len(terms) + 1) * torch.finfo(wanted.dtype).eps * size
+    return bool(((total.double() - wanted.double()).abs() <= allowed).all())
 
 
 class _Glance:

@@ -53,6 +53,7 @@ class DeviceChunk(ChunkCapture):
         rows: Which positions of which rows.
         request_ids: One id for each row.
         device: Where the values stay.
+        dtype: The model's, for a chunk without rows.
     """
 
     def __init__(
@@ -61,11 +62,12 @@ class DeviceChunk(ChunkCapture):
         rows: list[RowsWanted],
         request_ids: list[str],
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         # The buffers on the host have no columns; how often each vector came is counted there.
         super().__init__(replace(wanted, widths=(0,) * len(wanted.sites)), rows, request_ids)
         self._widths = dict(zip(wanted.sites, wanted.widths, strict=True))
-        self._device = device
+        self._device, self._dtype = device, dtype
         self._tensors: dict[HookSite, torch.Tensor] = {}
 
     def write(self, site: HookSite, slots: NDArray[np.int64], values: Any) -> None:
@@ -100,7 +102,8 @@ class DeviceChunk(ChunkCapture):
 
     def _as_asked_for(self, site: HookSite) -> torch.Tensor:
         if not self.rows:
-            return torch.empty((0, self._widths[site]), device=self._device)
+            dtype = torch.float32 if self.wanted.mean else self._dtype
+            return torch.empty((0, self._widths[site]), dtype=dtype, device=self._device)
         values = self._tensors[site]
         if self.wanted.mean:
             return torch.stack([values[row.slots].float().mean(dim=0) for row in self.rows])

@@ -13,7 +13,7 @@ makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -21,13 +21,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from wllm_ray.capture.branches import add_up, off_by_rounding
 from wllm_ray.sites import HookSite
 
-__all__ = ["Finding", "check_block", "check_stream"]
+__all__ = ["Finding", "check_block", "check_stream", "refused_sites"]
 
 Floats = NDArray[np.float32]
 
-# Of all numbers, how many must come out to the bit; the rest may differ by the order of addition.
+# Of all numbers, how many must come out to the bit; else all must be off by rounding alone, as
+# where a model adds up in an order of its own.
 _EXACT_SHARE = 0.95
 
 
@@ -39,7 +41,7 @@ class Finding:
         text: The identity.
         holds: Whether it holds.
         off: Relative L2 distance of the worst row.
-        sites: The sites that it speaks for, apart from the stream itself.
+        sites: The sites that it speaks for.
     """
 
     text: str
@@ -63,10 +65,11 @@ def check_block(
     def check(start: str, branches: Sequence[str], end: str) -> Finding:
         sites = [HookSite(layer, kind) for kind in (start, *branches, end)]
         first, *added, last = (torch.from_numpy(values(site)).to(dtype) for site in sites)
-        share, off = _best_sum(first, added, last)
+        total = _best_sum(first, added, last)
+        share = float((total == last).double().mean())
+        holds = share >= _EXACT_SHARE or off_by_rounding(total, last, [first, *added])
         text = f"{' + '.join(map(str, sites[:-1]))} = {sites[-1]}"
-        spoken = tuple(site for site in sites if site.kind not in ("resid_pre", "resid_post"))
-        return Finding(text, share >= _EXACT_SHARE, off, spoken)
+        return Finding(text, holds, _off(total, last), tuple(sites))
 
     mixers = [kind for kind in ("attn_out", "mamba_out") if kind in offered]
     if "mixer_out" in offered and "mamba_out" not in offered:
@@ -85,21 +88,51 @@ def check_stream(before: Floats, after: Floats) -> bool:
     return bool(np.array_equal(before, after))
 
 
+def refused_sites(
+    findings: Sequence[Finding], readable: Iterable[HookSite], num_layers: int
+) -> frozenset[HookSite]:
+    """The sites that a broken identity leaves in doubt, and what belongs to them.
+
+    The stream between two blocks is in doubt only where nothing vouches for it: no identity that
+    holds, on either side. The stream after the last block has been proven by the logits.
+
+    Args:
+        findings: Those of all blocks.
+        readable: Every site that can be read.
+        num_layers: Decoder blocks.
+    """
+    broken = {site for finding in findings if not finding.holds for site in finding.sites}
+    holding = {site for finding in findings if finding.holds for site in finding.sites}
+    vouched = {_border(site) for site in holding} | {num_layers, None}
+    doubtful = {_border(site) for site in broken} - vouched
+    refused = {site for site in broken if _border(site) is None}
+    for site in readable:
+        source = {"moe_out": "mlp_out", "attn_out_prelinear": "attn_out"}.get(site.kind)
+        if _border(site) in doubtful or (source and HookSite(site.layer, source) in refused):
+            refused.add(site)
+    return frozenset(refused)
+
+
+def _border(site: HookSite) -> int | None:
+    """The block that goes on with the stream at this site; None where it is not the stream."""
+    if site.kind == "embed":
+        return 0
+    if site.layer is None or site.kind not in ("resid_pre", "resid_post"):
+        return None
+    return site.layer + (site.kind == "resid_post")
+
+
 def _best_sum(
     first: torch.Tensor, added: Sequence[torch.Tensor], last: torch.Tensor
-) -> tuple[float, float]:
-    """Share of exact numbers and relative L2 of the worst row, in the best order of addition."""
+) -> torch.Tensor:
+    """The sum in the order of addition that comes nearest."""
     sums = []
     for order in permutations(added):
-        one_by_one = first
-        for value in order:
-            one_by_one = one_by_one + value
-        together = order[0]
-        for value in order[1:]:
-            together = together + value
-        sums += [one_by_one, first + together]
-    shares = [float((total == last).double().mean()) for total in sums]
-    best = int(np.argmax(shares))
-    distance = (sums[best].double() - last.double()).norm(dim=-1)
-    off = float((distance / last.double().norm(dim=-1).clamp_min(1e-30)).max())
-    return shares[best], off
+        sums += [add_up([first, *order]), first + add_up(order)]
+    return max(sums, key=lambda total: float((total == last).double().mean()))
+
+
+def _off(total: torch.Tensor, last: torch.Tensor) -> float:
+    """Relative L2 distance of the worst row."""
+    distance = (total.double() - last.double()).norm(dim=-1)
+    return float((distance / last.double().norm(dim=-1).clamp_min(1e-30)).max())

@@ -54,6 +54,8 @@ class PassCapture:
 
     def begin(self, one_pass: Pass) -> None:
         """Call when the runner has laid out a pass and has not run it yet."""
+        # What cannot be read from here on must not run as headless as the pass before.
+        self.headless = False
         ids = one_pass.request_ids
         ends = one_pass.num_computed + one_pass.num_scheduled
         spans = zip(one_pass.num_computed.tolist(), ends.tolist(), strict=True)
@@ -81,7 +83,6 @@ class PassCapture:
             row.fail("hook_failed", message)
 
     def _bound_depth(self, request_ids: tuple[str, ...]) -> None:
-        self.headless = False
         if not self._present:
             self.bound.remove()
             return

@@ -92,6 +92,7 @@ class ProbeLog:
         block_calls: List name → its blocks' calls, in order of return.
         after_blocks: List name → modules entered after the last block returned, in that order.
         times: How often each module ran.
+        returned: What the model itself returned: what its head is given.
     """
 
     num_tokens: int
@@ -99,6 +100,7 @@ class ProbeLog:
     block_calls: dict[str, list[BlockCall]] = field(default_factory=dict)
     after_blocks: dict[str, list[ModuleCall]] = field(default_factory=dict)
     times: Counter[nn.Module] = field(default_factory=Counter)
+    returned: torch.Tensor | None = None
 
 
 def _copy(value: Any) -> Any:
@@ -248,6 +250,8 @@ class Probe:
             call.path, call.output = _first_float(output)
             call.unchanged = _equal(call.first_input, call.output)
             call.first_input = None
+            if module is self._model:
+                self.log.returned = call.output
 
         self._handles.append(module.register_forward_pre_hook(before))
         self._handles.append(module.register_forward_hook(after))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from wllm_ray.capture.coverage import RowsWanted
-from wllm_ray.capture.identities import Finding, check_block, check_stream
+from wllm_ray.capture.identities import Finding, check_block, check_stream, refused_sites
 from wllm_ray.capture.proof import (
     Floats,
     Sites,
@@ -48,20 +48,13 @@ def check_sites(subject: Subject) -> tuple[str, str, frozenset[HookSite]]:
         offered = [site.kind for site in subject.readings if site.layer == layer]
         findings += check_block(layer, offered, values, dtype)
     broken = [finding for finding in findings if not finding.holds]
-    refused = {site for finding in broken for site in finding.sites}
-    # What belongs to a refused branch goes with it.
-    refused |= {
-        site
-        for site in subject.readings
-        if (site.kind == "moe_out" and HookSite(site.layer, "mlp_out") in refused)
-        or (site.kind == "attn_out_prelinear" and HookSite(site.layer, "attn_out") in refused)
-    }
+    refused = refused_sites(findings, subject.readings, subject.num_layers)
     told = f"{len(findings) - len(broken)} of {len(findings)} hold"
     if findings and not broken:
         told += f", relative L2 at most {max(finding.off for finding in findings):.1e}"
     for finding in broken[:_LISTED]:
         told += f"; {finding.text} is off by {finding.off:.1e}, not offered"
-    return f"{len(subject.readings)} sites, each read once in every pass", told, frozenset(refused)
+    return f"{len(subject.readings)} sites, each read once in every pass", told, refused
 
 
 def _check_chain(subject: Subject, values: Callable[[HookSite], Floats]) -> None:

@@ -61,6 +61,7 @@ class Topology:
         final_norm_path: Where in its output the normed stream lies.
         has_final_norm: Whether it is a norm of the stream, and not a projection in front of the
             head of a model that normalises inside its blocks.
+        head_factor: What the model multiplies that module's output by before its head is given it.
         evidence: Relative L2 of the replayed final norm, for each candidate.
     """
 
@@ -72,6 +73,7 @@ class Topology:
     final_norm: nn.Module
     final_norm_path: Path
     has_final_norm: bool
+    head_factor: float
     evidence: dict[Residual, float]
 
     def parts_after(self, layer: int) -> tuple[Part, ...]:
@@ -156,6 +158,7 @@ def settle(
         final_norm=norm,
         final_norm_path=norm_call.path,
         has_final_norm=is_norm,
+        head_factor=_factor(norm_call.output, log.returned),
         evidence=evidence,
     )
 
@@ -246,6 +249,16 @@ def _replay(norm: nn.Module, call: ModuleCall, output: Any) -> dict[Residual, fl
         replayed = next(iter(tensors_in(norm(batched))))
         found[residual] = relative_l2(replayed, call.output)
     return found
+
+
+def _factor(normed: torch.Tensor | None, returned: torch.Tensor | None) -> float:
+    """The constant between two tensors; 1 where there is none (MiniCPM divides by a width)."""
+    if normed is None or returned is None or normed.numel() != returned.numel():
+        return 1.0
+    one, other = normed.double().flatten(), returned.double().flatten()
+    factor = float(one @ other / (one @ one).clamp_min(1e-30))
+    off = float((one * factor - other).norm() / other.norm().clamp_min(1e-30))
+    return factor if off <= _TIGHT.get(normed.dtype, 0.0) else 1.0
 
 
 def relative_l2(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,8 +1,7 @@
 """A model of Transformers, or any decoder module, in this process, capturing chunks of rows.
 
-The reference that vLLM is compared with, and what captures where there is no vLLM: the same sites,
-found and proven in the same way. Rows are run in batches of like length, padded on the right; none
-is ever split or truncated.
+The reference for vLLM, and what captures where there is none: the same sites, found and proven in
+the same way. Rows of like length run together, padded on the right; none is split or truncated.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -22,7 +21,7 @@ from torch import nn
 
 from wllm_ray.capture.coverage import ChunkCapture, RowsWanted, SitesWanted
 from wllm_ray.capture.device_rows import DeviceChunk
-from wllm_ray.capture.model_files import resolve_model
+from wllm_ray.capture.model_thread import ModelThread
 from wllm_ray.capture.precision import Precision
 from wllm_ray.capture.request import check_rows, check_task, chunk_of
 from wllm_ray.capture.transformers_batches import SequencesPerCall, batch_limits
@@ -127,6 +126,7 @@ class TransformersCapture:
             dtype=dtype,
             device=device,
             precision=precision,
+            threads=threads,
             max_model_len=max_model_len,
             num_layers=num_layers,
             hidden_size=hidden_size,
@@ -134,19 +134,17 @@ class TransformersCapture:
             trust_remote_code=trust_remote_code,
             model_args=model_args or {},
         )
-        options.check()
-        batch_limits(sequences_per_call, "cpu")
         source: str | nn.Module = model if isinstance(model, nn.Module) else os.fspath(model)
-        identity = model_identity or _identity_of(source)
+        options.check(source)
+        batch_limits(sequences_per_call, "cpu")
+        identity = model_identity or identity_of(source)
         names = Names(
             served_model_name or identity.name, identity, tokenizer_identity or _NO_TOKENIZER
         )
         self._progress_limit_s = progress_limit_s
-        self._closing = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="wllm-transformers")
+        self._thread = ModelThread("wllm-transformers")
 
         def start() -> tuple[TransformersDriver, EngineDescription]:
-            _set_threads(threads)
             loaded = load_model(source, options, revision=identity.revision)
             driver = TransformersDriver(loaded, sequences_per_call)
             driver.depth_bounded = depth_bounded
@@ -157,10 +155,11 @@ class TransformersCapture:
                 found = prove(driver, found, one_row_a_pass=sequences_per_call == 1)
             return driver, found
 
+        self._driver: TransformersDriver | None = None
         try:
             self._driver, self._description = self._thread.submit(start).result()
         except BaseException:
-            self._thread.shutdown()
+            self._thread.close()
             raise
 
     @property
@@ -180,7 +179,7 @@ class TransformersCapture:
         """
         job = self._job(task)
         try:
-            return await asyncio.wrap_future(self._submit(lambda: self._capture(job)))
+            return await asyncio.wrap_future(self._thread.submit(lambda: self._capture(job)))
         except asyncio.CancelledError:
             job.given_up.set()
             raise
@@ -188,7 +187,7 @@ class TransformersCapture:
     def capture(self, task: CaptureTask) -> CapturedChunk:
         """Capture a chunk and wait for it; raises as :meth:`capture_async`."""
         job = self._job(task)
-        return self._wait(job, self._submit(lambda: self._capture(job)))
+        return self._wait(job, self._thread.submit(lambda: self._capture(job)))
 
     def capture_device(self, task: CaptureTask) -> dict[HookSite, torch.Tensor]:
         """Capture a chunk whose values stay on the model's device, and wait for it.
@@ -207,7 +206,7 @@ class TransformersCapture:
         if job.failures:
             index, failure = next(iter(job.failures.items()))
             raise InvalidInputError(f"row {index}: {failure.message}", code="invalid_rows")
-        return self._wait(job, self._submit(lambda: self._capture_device(job)))
+        return self._wait(job, self._thread.submit(lambda: self._capture_device(job)))
 
     def check(self) -> None:
         """Return at once while the engine is alive and makes progress.
@@ -215,13 +214,12 @@ class TransformersCapture:
         Raises:
             CaptureError: The engine is dead, closed or stuck (code ``engine_dead``).
         """
-        if self._closing.is_set():
-            raise CaptureError("the engine is closed", code="engine_dead")
-        if self._driver.lost:
+        driver = self._live()
+        if driver.lost:
             raise CaptureError(
                 "the device failed; the replica must be replaced", code="engine_dead"
             )
-        started = self._driver.pass_started
+        started = driver.pass_started
         if started is not None and time.monotonic() - started > self._progress_limit_s:
             raise CaptureError(
                 f"one forward pass has been running for over {self._progress_limit_s} s",
@@ -230,8 +228,8 @@ class TransformersCapture:
 
     def close(self) -> None:
         """Stop after the pass that runs now and let the model go; work in flight fails."""
-        self._closing.set()
-        self._thread.shutdown()
+        self._thread.close()
+        self._driver = None
 
     def __enter__(self) -> Self:
         return self
@@ -244,18 +242,18 @@ class TransformersCapture:
     ) -> None:
         self.close()
 
+    def _live(self) -> TransformersDriver:
+        driver = self._driver
+        # Closing comes first, and only then is the driver let go.
+        self._thread.check()
+        assert driver is not None
+        return driver
+
     def _job(self, task: CaptureTask) -> _Job:
         self.check()
-        wanted = check_task(task, self._description, self._driver.anatomy.readings)
+        wanted = check_task(task, self._description, self._live().anatomy.readings)
         rows, failures = check_rows(task, self._description)
         return _Job(task, wanted, rows, failures)
-
-    def _submit(self, work: Callable[[], T]) -> Future[T]:
-        try:
-            return self._thread.submit(work)
-        except RuntimeError as error:
-            # Closed since it was checked.
-            raise CaptureError("the engine is closed", code="engine_dead") from error
 
     def _wait(self, job: _Job, result: Future[T]) -> T:
         try:
@@ -267,8 +265,9 @@ class TransformersCapture:
     def _capture(self, job: _Job) -> CapturedChunk:
         """On the engine's thread, buffers and proof included."""
         started = time.monotonic()
+        driver = self._live()
         chunk = ChunkCapture(job.wanted, job.rows, job.ids)
-        self._driver.run(chunk, lambda: self._go_on(job))
+        driver.run(chunk, lambda: self._go_on(job))
         chunk.prove()
         timings = {"queue": started - job.submitted, "capture": time.monotonic() - started}
         return chunk_of(
@@ -276,8 +275,9 @@ class TransformersCapture:
         )
 
     def _capture_device(self, job: _Job) -> dict[HookSite, torch.Tensor]:
-        chunk = DeviceChunk(job.wanted, job.rows, job.ids, self._driver.device)
-        self._driver.run(chunk, lambda: self._go_on(job))
+        driver = self._live()
+        chunk = DeviceChunk(job.wanted, job.rows, job.ids, driver.device, driver.dtype)
+        driver.run(chunk, lambda: self._go_on(job))
         chunk.prove()
         for row in chunk.rows:
             if row.failure is not None:
@@ -288,22 +288,6 @@ class TransformersCapture:
         return chunk.tensors()
 
     def _go_on(self, job: _Job) -> None:
-        if self._closing.is_set():
-            raise CaptureError("the engine is closed", code="engine_dead")
+        self._live()
         if job.given_up.is_set():
             raise CaptureError("the chunk was cancelled", code="capture_failed")
-
-
-def _identity_of(model: str | nn.Module) -> ModelIdentity:
-    return resolve_model(model) if isinstance(model, str) else identity_of(model)
-
-
-def _set_threads(threads: int | None) -> None:
-    if threads is None:
-        return
-    if threads < 1:
-        raise InvalidInputError(
-            f"threads must be at least 1, found {threads}", code="invalid_argument"
-        )
-    # vLLM in the same process may have replaced torch's own name by one that does nothing.
-    torch._C.set_num_threads(threads)  # noqa: SLF001

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,7 +50,7 @@ class TransformersDriver:
         topology: Where the residual stream is.
         anatomy: Every site that can be read, and how.
         has_head: Whether the model returns logits.
-        device: Where the model is.
+        device, dtype: Of the model.
         depth_bounded: Whether passes stop at the deepest module that is read.
         pass_started: Monotonic seconds at which the forward pass that runs now began, or None.
         lost: The device failed in a way that no later pass can survive.
@@ -65,7 +64,7 @@ class TransformersDriver:
         self._loaded = loaded
         self._call = ModelCall(loaded.module)
         self._limits = batch_limits(sequences_per_call, loaded.device.type, loaded.switches_at)
-        self.device = loaded.device
+        self.device, self.dtype = loaded.device, loaded.dtype
         self.depth_bounded = False
         self.pass_started: float | None = None
         self.lost = False
@@ -173,11 +172,10 @@ class TransformersDriver:
             row.logprobs = dict(pairs)
 
     def _failure(self, error: Exception, ids: torch.Tensor) -> CaptureError:
-        """What went wrong in a pass; the frames that hold its tensors are let go."""
+        """What went wrong in a pass; the model's own words are for the log alone."""
         rows, tokens = ids.shape
         what = f"a forward pass of {rows} rows of up to {tokens} tokens"
         _log.error("%s failed", what, exc_info=error)
-        traceback.clear_frames(error.__traceback__)
         if isinstance(error, torch.AcceleratorError):
             self.lost = True
             return CaptureError(

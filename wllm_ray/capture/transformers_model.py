@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wllm_ray.capture.model_files import resolve_model
 from wllm_ray.capture.precision import Precision, dtype_for, use_ieee_matmuls
 from wllm_ray.capture.vllm_facts import dtype_name
 from wllm_ray.errors import CaptureError, InvalidInputError, NotOfferedError
@@ -35,6 +36,7 @@ class ModelOptions:
     dtype: str = "auto"
     device: str | None = None
     precision: Precision = "native"
+    threads: int | None = None
     max_model_len: int | None = None
     num_layers: int | None = None
     hidden_size: int | None = None
@@ -42,12 +44,14 @@ class ModelOptions:
     trust_remote_code: bool = False
     model_args: Mapping[str, Any] = field(default_factory=dict)
 
-    def check(self) -> None:
-        """Refuse what cannot be, before anything is loaded.
+    def check(self, model: str | nn.Module) -> None:
+        """Refuse what cannot be, before anything is loaded or run.
 
         Raises:
-            InvalidInputError: A dtype or size that cannot be used.
-            NotOfferedError: A model argument that capture itself depends on.
+            InvalidInputError: A size, dtype or device that cannot be used or that a loaded module
+                does not have, or a module in training mode.
+            NotOfferedError: A model argument that capture itself depends on, or a module spread
+                over several devices.
         """
         dtype_for(self.precision, self.dtype)
         if self.dtype not in _DTYPES:
@@ -55,7 +59,7 @@ class ModelOptions:
                 f"dtype is one of {', '.join(_DTYPES)}, found {self.dtype!r}",
                 code="invalid_argument",
             )
-        for name in ("max_model_len", "num_layers", "hidden_size", "vocab_size"):
+        for name in ("threads", "max_model_len", "num_layers", "hidden_size", "vocab_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidInputError(
@@ -67,6 +71,8 @@ class ModelOptions:
                 "chosen is an argument of the engine itself, and the model lies on one device",
                 code="feature_not_offered",
             )
+        if isinstance(model, nn.Module):
+            _check_module(model, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,8 @@ class LoadedModel:
 
     Attributes:
         module: In evaluation mode, on one device.
-        library: What runs it, with its version: ``5.19.0`` of Transformers, or ``torch 2.13.0``.
+        library: What runs it: the version of Transformers and its attention (``5.19.0+sdpa``), or
+            ``torch 2.13.0`` for a module of another origin.
         dtype: That of most of its weights.
         switches_at: The length beyond which the model computes otherwise at every position (long
             RoPE), by the longest row of the pass, padding included; None where it does not.
@@ -133,26 +140,21 @@ def load_model(
         revision: The commit on the hub.
 
     Raises:
-        InvalidInputError: A size, dtype or device that the model cannot have, or a module in
-            training mode.
-        NotOfferedError: A module spread over several devices.
+        InvalidInputError: A size that the model does not have or does not name.
         CaptureError: The model could not be loaded (``capture_failed``).
     """
+    if options.threads is not None:
+        # vLLM in the same process may have replaced torch's own name by one that does nothing.
+        torch._C.set_num_threads(options.threads)  # noqa: SLF001
     if options.precision == "matched":
         use_ieee_matmuls()
-    if isinstance(model, nn.Module):
-        _check_module(model, options)
-        module = model
-    else:
-        module = _from_pretrained(str(model), options, revision)
+    module = _from_pretrained(model, options, revision) if isinstance(model, str) else model
     config: Any = getattr(module, "config", None)
-    is_transformers = hasattr(config, "get_text_config")
-    text = config.get_text_config() if is_transformers else config
-    own_library = f"torch {torch.__version__}"
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return LoadedModel(
         module=module,
         architecture=type(module).__name__,
-        library=metadata.version("transformers") if is_transformers else own_library,
+        library=_library(text),
         num_layers=_size("num_layers", "num_hidden_layers", options.num_layers, text),
         hidden_size=_size("hidden_size", "hidden_size", options.hidden_size, text),
         vocab_size=_size("vocab_size", "vocab_size", options.vocab_size, text),
@@ -163,12 +165,19 @@ def load_model(
     )
 
 
-def identity_of(module: nn.Module) -> ModelIdentity:
-    """Which weights a loaded module has: its class or its checkpoint's name, and a digest.
+def identity_of(model: str | nn.Module) -> ModelIdentity:
+    """Which weights these are: of files what ``resolve_model`` says, of a module a digest.
 
     The digest is over name, dtype, shape and bytes of every tensor in its ``state_dict``, because a
     module in memory need not be what it was loaded from.
+
+    Raises:
+        NotFoundError: Neither a directory nor something that the hub or its cache knows.
     """
+    return resolve_model(model) if isinstance(model, str) else _module_identity(model)
+
+
+def _module_identity(module: nn.Module) -> ModelIdentity:
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {dtype_name(tensor.dtype)} {list(tensor.shape)}\n".encode())
@@ -183,17 +192,21 @@ def identity_of(module: nn.Module) -> ModelIdentity:
 
 
 def _from_pretrained(model: str, options: ModelOptions, revision: str | None) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    source: dict[str, Any] = {
+        "revision": None if Path(model).is_dir() else revision,
+        "trust_remote_code": options.trust_remote_code,
+    }
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model,
-            revision=None if Path(model).is_dir() else revision,
-            dtype=dtype_for(options.precision, options.dtype),
-            trust_remote_code=options.trust_remote_code,
-            **options.model_args,
-        )
+        config = AutoConfig.from_pretrained(model, **source).get_text_config()
+        args = dict(options.model_args)
+        if getattr(config, "attn_logit_softcapping", None):
+            # PyTorch's fused attention leaves the cap out, and Transformers says nothing.
+            args.setdefault("attn_implementation", "eager")
+        dtype = dtype_for(options.precision, options.dtype)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **source, **args)
         return loaded.to(device).eval()
     except Exception as error:
         raise CaptureError(
@@ -231,6 +244,13 @@ def _check_module(module: nn.Module, options: ModelOptions) -> None:
             "device out",
             code="invalid_argument",
         )
+
+
+def _library(config: Any) -> str:
+    attention = getattr(config, "_attn_implementation", None)
+    if attention is None:
+        return f"torch {torch.__version__}"
+    return f"{metadata.version('transformers')}+{attention}"
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype:

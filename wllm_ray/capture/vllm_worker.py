@@ -176,7 +176,7 @@ class CaptureExtension:
             normed = topology.final_norm(stream)
             normed = normed[0] if isinstance(normed, tuple) else normed
             capture.headless = False
-            logits = self.model_runner.model.compute_logits(normed)
+            logits = self.model_runner.model.compute_logits(normed * topology.head_factor)
             result: np.ndarray[Any, np.dtype[np.float32]] = (
                 torch.log_softmax(logits.float(), dim=-1).cpu().numpy()
             )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +16,16 @@ from wllm_ray.records import CapturedChunk, EngineDescription, RowFailure, RowRe
 from wllm_ray.requests import Selection
 from wllm_ray.sites import HookSite, parse_site
 
-__all__ = ["Activations", "put_together"]
+__all__ = ["Activations", "AlignedRows", "put_together"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Activations:
+class AlignedRows:
     """Good rows only, in the order of the inputs; ``failures`` holds the rest.
 
-    The same names mean the same as in a loaded dataset. Row *i* is
-    ``features[offsets[i]:offsets[i + 1]]``; with one feature row per row, which ``last_prompt``
-    gives, ``features`` is aligned with ``row_ids``. The arrays belong to the caller.
+    The same names mean the same as in a loaded dataset. Row *i* has the feature rows
+    ``offsets[i]:offsets[i + 1]``; with one feature row per row, which ``last_prompt`` gives,
+    features are aligned with ``row_ids``.
 
     Attributes:
         row_ids: Ids of the good rows.
@@ -35,19 +36,17 @@ class Activations:
         sites: Canonical names, in the order asked for.
         widths: Width of each site.
         position: Canonical.
-        side_by_side: [N, sum(widths)] float32: all sites of a feature row, one after the other.
         description: The engine that ran them.
     """
 
     row_ids: list[str]
-    metadata: list[dict[str, object]]
+    metadata: list[dict[str, Any]]
     token_ids: list[NDArray[np.int32]]
     offsets: NDArray[np.int64]
     failures: dict[str, FailedRow]
     sites: tuple[str, ...]
     widths: tuple[int, ...]
     position: str
-    side_by_side: NDArray[np.float32]
     description: EngineDescription
 
     def __len__(self) -> int:
@@ -55,10 +54,107 @@ class Activations:
 
     def __repr__(self) -> str:
         return (
-            f"Activations({len(self)} rows, {len(self.failures)} failed, "
-            f"{len(self.side_by_side)} × {', '.join(self.sites)} at {self.position}, "
+            f"{type(self).__name__}({len(self)} rows, {len(self.failures)} failed, "
+            f"{self.offsets[-1]} × {', '.join(self.sites)} at {self.position}, "
             f"{self.description.model.name})"
         )
+
+    @classmethod
+    def align(
+        cls,
+        rows: Sequence[RowRecord],
+        lengths: Mapping[int, int],
+        failures: Mapping[int, RowFailure],
+        selection: Selection,
+        *,
+        description: EngineDescription,
+        **features: Any,
+    ) -> Self:
+        """Say which feature rows belong to which row.
+
+        Args:
+            rows: All rows, ascending; those that could not be run carry their failure.
+            lengths: Row index → its feature rows, at least one.
+            failures: Row index → why it has none.
+            selection: What was asked of every row.
+            description: The engine.
+            features: What a subclass adds.
+
+        Raises:
+            CaptureError: A row came back neither good nor failed, or both.
+        """
+        failed = {row.index: row.failure for row in rows if row.failure is not None}
+        failed |= failures
+        good = [row for row in rows if _is_good(row, lengths, failed)]
+        return cls(
+            row_ids=[row.id for row in good],
+            metadata=[parse_json(row.metadata_json) for row in good],
+            token_ids=[row.token_ids for row in good if row.token_ids is not None],
+            offsets=np.cumsum([0, *(lengths[row.index] for row in good)], dtype=np.int64),
+            failures={
+                row.id: FailedRow(index=row.index, **failed[row.index].model_dump())
+                for row in rows
+                if row.index in failed
+            },
+            sites=selection.identity.sites,
+            widths=selection.site_widths,
+            position=selection.position,
+            description=description,
+            **features,
+        )
+
+    def number_of(self, site: HookSite | str) -> int:
+        """Which of the sites this is, counted from 0, by any accepted spelling of its name.
+
+        Raises:
+            InvalidInputError: Not a site, or not one of these (``invalid_site``).
+        """
+        name = str(site if isinstance(site, HookSite) else parse_site(str(site)))
+        if name not in self.sites:
+            raise InvalidInputError(
+                f"site {name} was not captured; captured: {', '.join(self.sites)}",
+                code="invalid_site",
+            )
+        return self.sites.index(name)
+
+    def expect_one_width(self) -> None:
+        """Refuse what one array of all sites cannot hold.
+
+        Raises:
+            NotOfferedError: The sites differ in width (``widths_not_representable``).
+        """
+        if len(set(self.widths)) > 1:
+            pairs = zip(self.sites, self.widths, strict=True)
+            raise NotOfferedError(
+                f"one array holds sites of one width, and "
+                f"{', '.join(f'{name} has {width}' for name, width in pairs)}; take them one by "
+                f"one, for example .site({self.sites[0]!r})",
+                code="widths_not_representable",
+            )
+
+
+def _is_good(
+    row: RowRecord, lengths: Mapping[int, int], failures: Mapping[int, RowFailure]
+) -> bool:
+    if (row.index in lengths) == (row.index in failures):
+        failure = failures.get(row.index)
+        raise CaptureError(
+            f"row {row.index} came back with {lengths.get(row.index, 0)} feature rows and failure "
+            f"{failure.code if failure else None}; expected exactly one of the two",
+            stage="capture",
+        )
+    return row.index in lengths
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Activations(AlignedRows):
+    """Activations in memory. The arrays belong to the caller.
+
+    Attributes:
+        side_by_side: [N, sum(widths)] float32: all sites of a feature row, one after the other.
+    """
+
+    side_by_side: NDArray[np.float32]
 
     @property
     def features(self) -> NDArray[np.float32]:
@@ -73,15 +169,7 @@ class Activations:
     @property
     def features_3d(self) -> NDArray[np.float32]:
         """[N, L, D] float32 whatever the number of sites; raises as :attr:`features`."""
-        if len(set(self.widths)) > 1:
-            listed = ", ".join(
-                f"{name} has {width}" for name, width in zip(self.sites, self.widths, strict=True)
-            )
-            raise NotOfferedError(
-                f"one array holds sites of one width, and {listed}; take them one by one, for "
-                f"example .site({self.sites[0]!r})",
-                code="widths_not_representable",
-            )
+        self.expect_one_width()
         return self.side_by_side.reshape(-1, len(self.sites), self.widths[0])
 
     def site(self, name: HookSite | str) -> NDArray[np.float32]:
@@ -90,13 +178,7 @@ class Activations:
         Raises:
             InvalidInputError: Not a site, or not one of these (``invalid_site``).
         """
-        wanted = str(name if isinstance(name, HookSite) else parse_site(str(name)))
-        if wanted not in self.sites:
-            raise InvalidInputError(
-                f"site {wanted} was not captured; captured: {', '.join(self.sites)}",
-                code="invalid_site",
-            )
-        number = self.sites.index(wanted)
+        number = self.number_of(name)
         start = sum(self.widths[:number])
         return self.side_by_side[:, start : start + self.widths[number]]
 
@@ -118,51 +200,29 @@ def put_together(
     Raises:
         CaptureError: A row came back neither good nor failed, or features of another shape.
     """
-    failures = {row.index: row.failure for row in rows if row.failure is not None}
+    failures: dict[int, RowFailure] = {}
     lengths: dict[int, int] = {}
     for chunk in chunks:
         failures |= chunk.failures
         pairs = zip(chunk.row_index.tolist(), chunk.lengths.tolist(), strict=True)
         lengths |= {index: length for index, length in pairs if length}
-    good = [row for row in rows if _is_good(row, lengths, failures)]
-    return Activations(
-        row_ids=[row.id for row in good],
-        metadata=[parse_json(row.metadata_json) for row in good],
-        token_ids=[row.token_ids for row in good if row.token_ids is not None],
-        offsets=np.cumsum([0, *(lengths[row.index] for row in good)], dtype=np.int64),
-        failures={
-            row.id: FailedRow(index=row.index, **failures[row.index].model_dump())
-            for row in rows
-            if row.index in failures
-        },
-        sites=selection.identity.sites,
-        widths=selection.site_widths,
-        position=selection.position,
-        side_by_side=_features(chunks, sum(lengths.values()), sum(selection.site_widths)),
+    shape = (sum(lengths.values()), sum(selection.site_widths))
+    return Activations.align(
+        rows,
+        lengths,
+        failures,
+        selection,
         description=description,
+        side_by_side=_features(chunks, shape),
     )
 
 
-def _is_good(row: RowRecord, lengths: dict[int, int], failures: dict[int, RowFailure]) -> bool:
-    if (row.index in lengths) == (row.index in failures):
-        failure = failures.get(row.index)
-        raise CaptureError(
-            f"row {row.index} came back with {lengths.get(row.index, 0)} feature rows and failure "
-            f"{failure.code if failure else None}; expected exactly one of the two",
-            stage="capture",
-        )
-    return row.index in lengths
-
-
-def _features(
-    chunks: Sequence[CapturedChunk], feature_rows: int, width: int
-) -> NDArray[np.float32]:
+def _features(chunks: Sequence[CapturedChunk], shape: tuple[int, int]) -> NDArray[np.float32]:
     """One array of all chunks, which is not copied where there is only one."""
-    parts = [chunk.features for chunk in chunks] or [np.empty((0, width), np.float32)]
+    parts = [chunk.features for chunk in chunks] or [np.empty(shape, np.float32)]
     features = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    if features.shape != (feature_rows, width):
+    if features.shape != shape:
         raise CaptureError(
-            f"expected features of shape {(feature_rows, width)}, found {features.shape}",
-            stage="capture",
+            f"expected features of shape {shape}, found {features.shape}", stage="capture"
         )
     return features

@@ -11,12 +11,12 @@ import numpy as np
 
 from wllm_ray.capture.protocol import Engine
 from wllm_ray.errors import InvalidInputError
-from wllm_ray.memory import available_memory, resident_memory
+from wllm_ray.memory import available_memory, release_unused, resident_memory
 from wllm_ray.offered import offered_sites
 from wllm_ray.records import CaptureTask, EngineDescription, RowRecord, TokenRow
 from wllm_ray.requests import Selection
 
-__all__ = ["AutoBatch", "Batching", "MemoryProfile", "SequencesPerCall", "batching_of"]
+__all__ = ["AutoBatch", "Batching", "MemoryProfile", "RowsPerCall", "batching_of"]
 
 FLOAT32_BYTES = 4
 MIB = 1024 * 1024
@@ -42,13 +42,14 @@ class MemoryProfile:
     Attributes:
         call_bytes: Whatever its size.
         token_bytes: For each token in a forward pass.
-        pass_tokens: The most tokens in one forward pass; more of them run one pass after another.
+        pass_tokens: The most tokens in one forward pass, where prompts are split; more of them run
+            one pass after another. None where they are not: all may be in one.
         feature_copies: How often a call's feature rows lie in memory when it ends.
     """
 
     call_bytes: int
     token_bytes: float
-    pass_tokens: int
+    pass_tokens: int | None
     feature_copies: int = 2
 
     @classmethod
@@ -57,13 +58,14 @@ class MemoryProfile:
         return cls(
             call_bytes=0,
             token_bytes=VECTORS_PER_TOKEN * FLOAT32_BYTES * description.hidden_size,
-            pass_tokens=description.fingerprint.prefill_split_tokens,
+            pass_tokens=_pass_tokens(description),
         )
 
     def bytes_of(self, tokens: int, feature_bytes: int) -> int:
         """Bytes that a call of this many tokens takes, with features of this many bytes."""
-        passing = self.token_bytes * min(tokens, self.pass_tokens)
-        return int(self.call_bytes + passing + self.feature_copies * feature_bytes)
+        passing = tokens if self.pass_tokens is None else min(tokens, self.pass_tokens)
+        features = self.feature_copies * feature_bytes
+        return int(self.call_bytes + self.token_bytes * passing + features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ class AutoBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class SequencesPerCall:
+class RowsPerCall:
     """The same number of rows in every call, whatever they need."""
 
     count: int
@@ -177,7 +179,7 @@ class SequencesPerCall:
             yield rows[start : start + self.count]
 
 
-Batching: TypeAlias = AutoBatch | SequencesPerCall
+Batching: TypeAlias = AutoBatch | RowsPerCall
 
 
 def batching_of(
@@ -203,7 +205,11 @@ def batching_of(
             f"{sequences!a:.80}",
             code="invalid_argument",
         )
-    return SequencesPerCall(sequences)
+    return RowsPerCall(sequences)
+
+
+def _pass_tokens(description: EngineDescription) -> int | None:
+    return description.fingerprint.prefill_split_tokens or None
 
 
 def _tokens(row: RowRecord) -> int:
@@ -235,8 +241,8 @@ def _line(
     growth: Sequence[int], tokens: tuple[int, int], description: EngineDescription
 ) -> MemoryProfile:
     """The straight line through two measurements; noise never makes it fall or start below 0."""
-    pass_tokens = description.fingerprint.prefill_split_tokens
-    short, long = (min(count, pass_tokens) for count in tokens)
+    pass_tokens = _pass_tokens(description)
+    short, long = (min(count, pass_tokens or count) for count in tokens)
     rise = max(0, growth[1] - growth[0])
     # Both are over one pass: what they took is what a full pass takes.
     slope = rise / (long - short) if long > short else 0.0
@@ -251,8 +257,10 @@ def _line(
 def _growth(calls: Iterable[Callable[[], object]]) -> list[int]:
     """How far memory rises above what it was before all calls, during each of them.
 
-    What the first leaves behind counts in the second, since its blocks are used again.
+    What the first leaves behind counts in the second, which uses it again; what earlier work left
+    behind would hide both.
     """
+    release_unused()
     before = resident_memory()
     return [max(0, _peak_during(call) - before) for call in calls]
 

@@ -108,7 +108,9 @@ class ActivationEngine:
         self._selection = self._select(sites, position)
 
     def set_sequences_per_call(self, sequences: Sequences) -> None:
-        """Cut inputs into calls of so many rows from now on; no result depends on it.
+        """Cut inputs into calls of so many rows from now on; results stay what they are.
+
+        To the bit in class ``bitwise``, within the measured bound in class ``tolerance``.
 
         Args:
             sequences: Rows per call; ``auto`` for what the memory that is available now allows; or
@@ -249,8 +251,10 @@ class ActivationEngine:
     def close(self) -> None:
         """Stop what runs and free the model; does nothing the second time."""
         if self._thread.is_running:
-            self._thread.stop()
-            self._engine.close()
+            try:
+                self._thread.stop()
+            finally:
+                self._engine.close()
 
     def __enter__(self) -> Self:
         return self

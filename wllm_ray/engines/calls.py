@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from wllm_ray.answers import rows_failed
@@ -65,9 +65,12 @@ class Calls:
         Raises:
             CaptureError: The engine failed; the other calls are cancelled.
         """
+        return await gather(map(self._call, self.parts(rows)))
+
+    def parts(self, rows: Sequence[RowRecord]) -> Iterator[Sequence[RowRecord]]:
+        """The rows that can be run, cut into calls."""
         runnable = [row for row in rows if row.failure is None]
-        parts = self.batching.plan(runnable, self.selection, CALLS_AT_ONCE)
-        return await gather(map(self._call, parts))
+        return self.batching.plan(runnable, self.selection, CALLS_AT_ONCE)
 
     async def _call(self, rows: Sequence[RowRecord]) -> CapturedChunk:
         async with self.window:

@@ -20,7 +20,7 @@ __all__ = ["VLLMEngine", "VLLMOptions", "load_vllm"]
 
 
 class VLLMOptions(TypedDict, total=False):
-    """How the engine is built, as :class:`~wllm_ray.capture.vllm_capture.VLLMCapture` explains."""
+    """How the engine is built; ``VLLMCapture`` explains each."""
 
     served_model_name: str | None
     dtype: str

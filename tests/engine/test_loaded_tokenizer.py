@@ -1,12 +1,11 @@
-"""Which weights a loaded module has, and which rules a loaded tokenizer."""
+"""Tokenizers beside a model's own: one that the caller has loaded already, or none."""
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from wllm_ray.capture.model_files import resolve_model
 from wllm_ray.capture.tokenizer import TransformersTokenizer
-from wllm_ray.engines.loaded import LoadedTokenizer, NoTokenizer, identity_of_module
+from wllm_ray.engines.tokenizers import LoadedTokenizer, NoTokenizer
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.tokens import Tokenizer
 
@@ -14,29 +13,6 @@ from wllm_ray.tokens import Tokenizer
 @pytest.fixture
 def path(tiny_model):
     return tiny_model("qwen3")
-
-
-def load(path, dtype=torch.float32):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-
-
-@pytest.mark.requirement("P-3", "D-2")
-def test_a_module_is_known_by_its_values_and_not_by_where_it_came_from(path):
-    identity = identity_of_module(load(path))
-    assert identity.name == path.name
-    assert identity.revision.startswith("sha256:")
-    assert identity_of_module(load(path)) == identity
-    narrow = identity_of_module(load(path, torch.bfloat16))
-    assert narrow.revision != identity.revision
-    changed = load(path)
-    with torch.no_grad():
-        changed.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
-    assert identity_of_module(changed).revision != identity.revision
-
-
-@pytest.mark.requirement("P-3")
-def test_a_module_of_the_callers_own_goes_by_its_class():
-    assert identity_of_module(torch.nn.Linear(2, 2)).name == "Linear"
 
 
 @pytest.mark.requirement("P-3", "D-2")

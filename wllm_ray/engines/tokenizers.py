@@ -1,47 +1,17 @@
-"""Models and tokenizers that the caller has loaded already: which ones are they?
-
-What was loaded may have been changed since, so a name does not say. Digests are over what lies in
-memory.
-"""
+"""Tokenizers beside a model's own: one that the caller has loaded already, or none."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from wllm_ray.capture.tokenizer import TransformersTokenizer
 from wllm_ray.digest import canonical_json, sha256_hex
 from wllm_ray.errors import InvalidInputError
-from wllm_ray.records import ModelIdentity, TokenizerIdentity
+from wllm_ray.records import TokenizerIdentity
 
-__all__ = ["LoadedTokenizer", "NoTokenizer", "identity_of_module"]
-
-
-def identity_of_module(module: nn.Module) -> ModelIdentity:
-    """The name that the module came under, and the digest of its parameters and buffers.
-
-    The digest is SHA-256 over the canonical JSON of [name, dtype, shape, SHA-256 of the values]
-    of each tensor that the module would save; those that share memory count under each name.
-    """
-    config = getattr(module, "config", None)
-    entries = [
-        [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _values(tensor)]
-        for name, tensor in sorted(module.state_dict().items())
-    ]
-    return ModelIdentity(
-        name=_name(getattr(config, "name_or_path", "")) or type(module).__name__,
-        revision=f"sha256:{sha256_hex(canonical_json(entries))}",
-    )
-
-
-def _values(tensor: torch.Tensor) -> str:
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(memoryview(plain.view(torch.uint8).numpy())).hexdigest()
+__all__ = ["LoadedTokenizer", "NoTokenizer"]
 
 
 def _name(name_or_path: str) -> str:
@@ -54,8 +24,8 @@ class LoadedTokenizer(TransformersTokenizer):
     """A tokenizer of Transformers that the caller has loaded.
 
     Args:
-        tokenizer: As ``AutoTokenizer.from_pretrained`` gives it. Its revision is a digest of what
-            it would save.
+        tokenizer: As ``AutoTokenizer.from_pretrained`` gives it. It may have been changed since,
+            so its revision is a digest of its rules as they are now.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -77,7 +47,9 @@ def _serialised(tokenizer: Any) -> bytes:
 class NoTokenizer:
     """Stands in where a module was given without a tokenizer: only token ids can be run."""
 
-    identity = TokenizerIdentity(name="none", revision="none", chat_template_sha256=None)
+    identity = TokenizerIdentity(
+        name="none: rows are token ids", revision="none", chat_template_sha256=None
+    )
 
     def encode_prompts(self, _prompts: Sequence[str]) -> list[list[int]]:
         """Refuse.
