@@ -336,7 +336,7 @@ def gated():
             gate.open.set()
 
 
-@pytest.mark.requirement("R-7", "A16")
+@pytest.mark.requirement("R-7")
 async def test_cancelling_stops_after_the_pass_and_frees_the_buffers(gated):
     engine, gate = gated
     work = asyncio.ensure_future(engine.capture_async(task_of(rows_of(5, 6, 7, 8))))

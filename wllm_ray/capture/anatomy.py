@@ -72,7 +72,9 @@ def dissect(log: ProbeLog, topology: Topology) -> Anatomy:
     unexplained = []
     for layer, call in enumerate(calls):
         leaving = add_up([call.outputs[part.path] for part in topology.parts_after(layer)])
-        block = Block(layer, f"{topology.blocks_name}.{layer}", call, entering, leaving)
+        block = Block(
+            layer, f"{topology.blocks_name}.{layer}", call, entering.to(leaving.dtype), leaving
+        )
         # A module that ran more than once in the pass belongs to no single place.
         block.events = [event for event in call.events if log.times[event.module] == 1]
         before = topology.parts_before() if layer == 0 else topology.parts_after(layer - 1)

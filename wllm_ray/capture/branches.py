@@ -92,7 +92,7 @@ def find_branches(block: Block) -> list[Branch]:
             key = _bytes(value)
             if value.shape != block.after.shape or key in stream or key in found:
                 continue
-            if value.dtype != block.after.dtype or not value.any():
+            if not value.any():
                 continue
             found[key] = Branch(event, path, value)
             for bias in vectors:

@@ -64,12 +64,12 @@ def check_block(
 
     def check(start: str, branches: Sequence[str], end: str) -> Finding:
         sites = [HookSite(layer, kind) for kind in (start, *branches, end)]
-        first, *added, last = (torch.from_numpy(values(site)).to(dtype) for site in sites)
-        total = _best_sum(first, added, last)
-        share = float((total == last).double().mean())
-        holds = share >= _EXACT_SHARE or off_by_rounding(total, last, [first, *added])
+        found = [torch.from_numpy(values(site)) for site in sites]
+        # Some models keep their stream in float32 whatever the dtype of their branches.
+        sums = [_check_sum([value.to(kept) for value in found]) for kept in (dtype, torch.float32)]
+        holds, off = next((one for one in sums if one[0]), sums[0])
         text = f"{' + '.join(map(str, sites[:-1]))} = {sites[-1]}"
-        return Finding(text, holds, _off(total, last), tuple(sites))
+        return Finding(text, holds, off, tuple(sites))
 
     mixers = [kind for kind in ("attn_out", "mamba_out") if kind in offered]
     if "mixer_out" in offered and "mamba_out" not in offered:
@@ -120,6 +120,14 @@ def _border(site: HookSite) -> int | None:
     if site.layer is None or site.kind not in ("resid_pre", "resid_post"):
         return None
     return site.layer + (site.kind == "resid_post")
+
+
+def _check_sum(values: Sequence[torch.Tensor]) -> tuple[bool, float]:
+    """Whether the last is the sum of the others; relative L2 distance of the worst row."""
+    *terms, last = values
+    total = _best_sum(terms[0], terms[1:], last)
+    share = float((total == last).double().mean())
+    return share >= _EXACT_SHARE or off_by_rounding(total, last, terms), _off(total, last)
 
 
 def _best_sum(
