@@ -98,6 +98,19 @@ def test_a_mean_is_that_of_all_positions_in_order_in_float32(engine):
     assert np.array_equal(chunk.features, np.stack(means))
 
 
+def test_in_a_prompt_of_one_token_all_positions_are_one(engine, truth):
+    prompts = prompts_of([1] * 11, seed=34)
+    last = capture(engine, prompts, "last_prompt")
+    expected = np.concatenate([truth(prompt) for prompt in prompts])
+    assert last.features.shape == expected.shape
+    assert relative_l2(last.features, expected).max() <= TIGHT
+    for position in ("first", "all_prompt", "mean_prompt", "index:0", "index:-1"):
+        assert np.array_equal(capture(engine, prompts, position).features, last.features)
+    twice = capture(engine, prompts, "index:0,-1")
+    assert twice.lengths.tolist() == [2] * len(prompts)
+    assert np.array_equal(twice.features, last.features.repeat(2, axis=0))
+
+
 @pytest.mark.requirement("D-3")
 async def test_positions_share_passes_and_do_not_touch_each_others_bytes(engine):
     positions = ["last_prompt", "all_prompt", "mean_prompt", "first", "index:0,-1"]

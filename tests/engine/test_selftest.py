@@ -41,10 +41,17 @@ def test_an_unprofiled_vllm_needs_the_selftest(open_engine):
 
 
 @pytest.mark.requirement("C-1", "C-17")
-@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
-@pytest.mark.parametrize("way", ["argument", "vllm_args"])
-def test_parallelism_is_refused(option, way, open_engine):
-    options = {option: 2} if way == "argument" else {"vllm_args": {option: 2}}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"vllm_args": {"tensor_parallel_size": 2}},
+        {"vllm_args": {"pipeline_parallel_size": 4}},
+        {"vllm_args": {"data_parallel_size": 2}},
+    ],
+)
+def test_parallelism_is_refused(options, open_engine):
     with pytest.raises(NotOfferedError) as error:
         open_engine("qwen3", path=NOWHERE, **options)
     assert error.value.code == "parallelism_not_offered"

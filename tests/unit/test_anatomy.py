@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from wllm_ray.capture.anatomy import dissect
+from wllm_ray.capture.block_lists import find_block_lists
 from wllm_ray.capture.probe import Probe
 from wllm_ray.capture.reading import Side, take
-from wllm_ray.capture.topology import find_block_lists, settle
+from wllm_ray.capture.topology import settle
 from wllm_ray.sites import HookSite
 
 pytestmark = pytest.mark.requirement("C-5", "C-9")

@@ -17,6 +17,7 @@ from toy_models import HIDDEN, LAYERS, VOCAB, Decoder, contexts_of
 
 from wllm_ray.capture import coverage, hooks, router
 from wllm_ray.capture.anatomy import dissect
+from wllm_ray.capture.block_lists import find_block_lists
 from wllm_ray.capture.coverage import ChunkCapture, RowsWanted, SitesWanted
 from wllm_ray.capture.depth import DepthBound
 from wllm_ray.capture.hooks import SiteHooks
@@ -24,7 +25,7 @@ from wllm_ray.capture.passes import PassCapture
 from wllm_ray.capture.probe import Probe
 from wllm_ray.capture.router import Pass
 from wllm_ray.capture.staging import HostStager
-from wllm_ray.capture.topology import find_block_lists, settle
+from wllm_ray.capture.topology import settle
 from wllm_ray.positions import is_reduced, resolve
 
 pytestmark = pytest.mark.requirement("C-2", "C-3")

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from wllm_ray.capture.block_lists import find_block_lists
 from wllm_ray.capture.probe import Probe
 from wllm_ray.capture.reading import Place, Side
-from wllm_ray.capture.topology import Residual, find_block_lists, settle, stream_of
+from wllm_ray.capture.topology import Residual, settle, stream_of
 from wllm_ray.errors import CaptureError
 
 pytestmark = pytest.mark.requirement("C-5")

@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from wllm_ray.capture.coverage import ChunkCapture, RowsWanted
 from wllm_ray.capture.reading import Reading
 from wllm_ray.errors import CaptureError
-from wllm_ray.records import EngineDescription, SelfTestReport
+from wllm_ray.records import EngineDescription, ModelIdentity, SelfTestReport, TokenizerIdentity
 from wllm_ray.sites import HookSite
 
 __all__ = [
     "NOT_TESTED",
     "SEED",
     "Floats",
+    "Names",
     "Proof",
     "Sites",
     "Subject",
@@ -41,6 +42,15 @@ NOT_TESTED = SelfTestReport(
     residual="not tested",
     seconds=0.0,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Who the model is, for clients and fingerprints."""
+
+    served: str
+    model: ModelIdentity
+    tokenizer: TokenizerIdentity
 
 
 @dataclass(frozen=True, slots=True)

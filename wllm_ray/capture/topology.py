@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from wllm_ray.capture.block_lists import the_list_that_ran, unknown
 from wllm_ray.capture.probe import BlockCall, ModuleCall, ProbeLog
 from wllm_ray.capture.reading import Part, Path, Place, Side, follow, tensors_in
-from wllm_ray.errors import CaptureError
 
-__all__ = ["Residual", "Topology", "find_block_lists", "relative_l2", "settle", "stream_of"]
+__all__ = ["Residual", "Topology", "relative_l2", "settle", "stream_of"]
 
 # Largest relative L2 between the replayed norm and what the model's own norm returned. The right
 # candidate differs by rounding only; the wrong one has been seen as near as 0.2.
@@ -95,25 +95,6 @@ class Topology:
         )
 
 
-def find_block_lists(model: nn.Module, num_layers: int) -> dict[str, tuple[nn.Module, ...]]:
-    """All outermost ``ModuleList`` of the right length, by dotted name: the candidates.
-
-    Raises:
-        CaptureError: There is none (code ``unknown_structure``).
-    """
-    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    fitting = [name for name, modules in lists.items() if len(modules) == num_layers]
-    outermost = [a for a in fitting if not any(a.startswith(f"{b}.") for b in fitting if b != a)]
-    if not outermost:
-        seen = ", ".join(f"{name} ({len(modules)})" for name, modules in lists.items())
-        raise _unknown(f"no list of {num_layers} decoder blocks; lists found: {seen or 'none'}")
-    # Gemma 4 holds its blocks in a second list as well, under another name.
-    found: dict[tuple[nn.Module, ...], str] = {}
-    for name in outermost:
-        found.setdefault(tuple(lists[name]), name)
-    return {name: blocks for blocks, name in found.items()}
-
-
 def stream_of(output: Any, residual: Residual) -> torch.Tensor:
     """[T, D]: the whole stream after a block.
 
@@ -135,13 +116,13 @@ def settle(
 
     Args:
         log: What :class:`~wllm_ray.capture.probe.Probe` saw in one pass.
-        blocks: The candidate lists, from :func:`find_block_lists`.
+        blocks: The candidate lists, from :func:`.block_lists.find_block_lists`.
         modules: Every module of the model by dotted name.
 
     Raises:
         CaptureError: The structure is not understood (code ``unknown_structure``).
     """
-    name = _the_list_that_ran(log, blocks)
+    name = the_list_that_ran(log, blocks)
     calls = log.block_calls[name]
     _check_structure(name, calls, log)
     norm_call, is_norm = _find_norm(log, name)
@@ -163,22 +144,11 @@ def settle(
     )
 
 
-def _the_list_that_ran(log: ProbeLog, blocks: dict[str, tuple[nn.Module, ...]]) -> str:
-    order = {name: [call.index for call in log.block_calls[name]] for name in blocks}
-    ran = [name for name, calls in order.items() if calls == list(range(len(blocks[name])))]
-    if len(ran) != 1:
-        raise _unknown(
-            "expected exactly one list whose blocks each run once, in order; calls seen: "
-            + "; ".join(f"{name}: {calls}" for name, calls in order.items())
-        )
-    return ran[0]
-
-
 def _check_structure(name: str, calls: Sequence[BlockCall], log: ProbeLog) -> None:
     """All blocks return the same thing, and it is one of those that can be read."""
     shapes = {_describe(call.output) for call in calls}
     if len(shapes) != 1:
-        raise _unknown(f"the blocks of {name} return different things: {sorted(shapes)}")
+        raise unknown(f"the blocks of {name} return different things: {sorted(shapes)}")
     streams = _candidates(calls[-1].output)
     wanted = (log.num_tokens, log.hidden_size)
     fits = all(
@@ -186,7 +156,7 @@ def _check_structure(name: str, calls: Sequence[BlockCall], log: ProbeLog) -> No
         for stream in streams.values()
     )
     if not streams or not fits:
-        raise _unknown(
+        raise unknown(
             f"the blocks of {name} return {shapes.pop()}, expected a tensor or a tuple of tensors "
             f"of {wanted[0]} tokens by {wanted[1]}"
         )
@@ -235,7 +205,7 @@ def _find_norm(log: ProbeLog, blocks_name: str) -> tuple[ModuleCall, bool]:
     on_all = [call for call, shape in after if math.prod(shape[:-1]) == log.num_tokens]
     for call in as_wide or on_all:
         return call, bool(as_wide)
-    raise _unknown(
+    raise unknown(
         f"no module with an output of width {log.hidden_size}, or of every token, ran after the "
         f"last block of {blocks_name}; modules seen: {[call.name for call, _ in after]}"
     )
@@ -277,7 +247,7 @@ def _choose(evidence: dict[Residual, float], output: Any, call: ModuleCall) -> R
     seen = ", ".join(f"{residual}: {error:.2e}" for residual, error in evidence.items())
     tight = _TIGHT.get(dtype, 0.0)
     if evidence[best] > tight:
-        raise _unknown(
+        raise unknown(
             f"replaying {call.name} on what the last block returned does not reproduce what "
             f"{call.name} returned; relative L2 of each candidate: {seen}; expected at most {tight}"
         )
@@ -287,7 +257,7 @@ def _choose(evidence: dict[Residual, float], output: Any, call: ModuleCall) -> R
     ]
     streams = _candidates(output)
     if any(not torch.equal(streams[rival], streams[best]) for rival in rivals):
-        raise _unknown(f"several ways to read the stream explain {call.name} equally well: {seen}")
+        raise unknown(f"several ways to read the stream explain {call.name} equally well: {seen}")
     return best
 
 
@@ -302,7 +272,7 @@ def _follow_chain(name: str, calls: Sequence[BlockCall], residual: Residual) -> 
     for before, after in pairwise(calls):
         found = [_find(before.outputs[path], after) for path in paths]
         if any(place is None for place in found):
-            raise _unknown(
+            raise unknown(
                 f"block {after.index} of {name} does not receive what block {before.index} "
                 f"returned ({_describe(before.output)})"
             )
@@ -313,7 +283,7 @@ def _follow_chain(name: str, calls: Sequence[BlockCall], residual: Residual) -> 
         wide = calls[-1].outputs[paths[0]].shape
         entry = tuple(path for path, tensor in entering.items() if tensor.shape == wide)[:1]
     if not entry:
-        raise _unknown(f"block 0 of {name} is given no stream; inputs: {list(entering)}")
+        raise unknown(f"block 0 of {name} is given no stream; inputs: {list(entering)}")
     return entry
 
 
@@ -325,9 +295,3 @@ def _find(value: torch.Tensor, call: BlockCall) -> Path | None:
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     alike = one.shape == other.shape and one.dtype == other.dtype
     return alike and bool(torch.equal(one, other))
-
-
-def _unknown(message: str) -> CaptureError:
-    return CaptureError(
-        f"{message}. This model cannot be captured by this build", code="unknown_structure"
-    )

@@ -23,11 +23,12 @@ from wllm_ray.capture.coverage import ChunkCapture, RowsWanted, SitesWanted
 from wllm_ray.capture.device_rows import DeviceChunk
 from wllm_ray.capture.model_thread import ModelThread
 from wllm_ray.capture.precision import Precision
+from wllm_ray.capture.proof import Names
 from wllm_ray.capture.request import check_rows, check_task, chunk_of
 from wllm_ray.capture.transformers_batches import SequencesPerCall, batch_limits
 from wllm_ray.capture.transformers_driver import TransformersDriver
 from wllm_ray.capture.transformers_model import ModelOptions, identity_of, load_model
-from wllm_ray.capture.transformers_proof import Names, describe, prove
+from wllm_ray.capture.transformers_proof import describe, prove
 from wllm_ray.errors import CaptureError, InvalidInputError
 from wllm_ray.records import (
     CapturedChunk,

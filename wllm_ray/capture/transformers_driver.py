@@ -17,13 +17,14 @@ import torch
 from numpy.typing import NDArray
 
 from wllm_ray.capture.anatomy import Anatomy, dissect
+from wllm_ray.capture.block_lists import find_block_lists
 from wllm_ray.capture.coverage import CaptureRow, ChunkCapture
 from wllm_ray.capture.depth import DepthBound
 from wllm_ray.capture.device_rows import DeviceChunk, DeviceStager
 from wllm_ray.capture.hooks import Gather, SiteHooks
 from wllm_ray.capture.probe import Probe
 from wllm_ray.capture.staging import stager_for
-from wllm_ray.capture.topology import Residual, Topology, find_block_lists, settle
+from wllm_ray.capture.topology import Residual, Topology, settle
 from wllm_ray.capture.transformers_batches import (
     SequencesPerCall,
     batch_limits,

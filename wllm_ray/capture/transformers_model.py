@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from wllm_ray.capture.facts import dtype_name
 from wllm_ray.capture.model_files import resolve_model
 from wllm_ray.capture.precision import Precision, dtype_for, use_ieee_matmuls
-from wllm_ray.capture.vllm_facts import dtype_name
 from wllm_ray.errors import CaptureError, InvalidInputError, NotOfferedError
 from wllm_ray.records import ModelIdentity
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
 from importlib import metadata
 
 import numpy as np
@@ -12,26 +11,17 @@ import torch
 from wllm_ray._version import __version__
 from wllm_ray.capture.anatomy import Anatomy
 from wllm_ray.capture.coverage import ChunkCapture, RowsWanted, SitesWanted
+from wllm_ray.capture.facts import device_name, dtype_name
 from wllm_ray.capture.precision import Precision
-from wllm_ray.capture.proof import NOT_TESTED, Subject
+from wllm_ray.capture.proof import NOT_TESTED, Names, Subject
 from wllm_ray.capture.request import POSITIONS, support_of
 from wllm_ray.capture.selftest import run_selftest
 from wllm_ray.capture.transformers_driver import TransformersDriver
 from wllm_ray.capture.transformers_model import LoadedModel
-from wllm_ray.capture.vllm_facts import device_name, dtype_name
-from wllm_ray.records import EngineDescription, Fingerprint, ModelIdentity, TokenizerIdentity
+from wllm_ray.records import EngineDescription, Fingerprint
 from wllm_ray.sites import HookSite
 
-__all__ = ["Names", "describe", "prove"]
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Who the model is, for clients and fingerprints."""
-
-    served: str
-    model: ModelIdentity
-    tokenizer: TokenizerIdentity
+__all__ = ["describe", "prove"]
 
 
 def describe(

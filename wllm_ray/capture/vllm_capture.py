@@ -16,24 +16,16 @@ from typing import Any, Self
 from wllm_ray.capture.coverage import ChunkCapture, RowsWanted, SitesWanted
 from wllm_ray.capture.engine_loop import EngineLoop, Job
 from wllm_ray.capture.precision import Precision
-from wllm_ray.capture.proof import NOT_TESTED, Subject
-from wllm_ray.capture.request import POSITIONS, check_rows, check_task, chunk_of, support_of
-from wllm_ray.capture.selftest import run_selftest
+from wllm_ray.capture.proof import Names
+from wllm_ray.capture.request import check_rows, check_task, chunk_of
 from wllm_ray.capture.vllm_config import EngineOptions
 from wllm_ray.capture.vllm_driver import build_driver
-from wllm_ray.capture.vllm_facts import (
-    batch_invariant,
-    device_name,
-    dtype_name,
-    library_versions,
-    vllm_version,
-)
+from wllm_ray.capture.vllm_proof import describe, prove
 from wllm_ray.errors import CaptureError, InvalidInputError, WLLMError
 from wllm_ray.records import (
     CapturedChunk,
     CaptureTask,
     EngineDescription,
-    Fingerprint,
     ModelIdentity,
     RowFailure,
     TokenizerIdentity,
@@ -137,12 +129,14 @@ class VLLMCapture:
         driver = self._loop.driver
         self._facts, self._anatomy = driver.facts, driver.anatomy
         name = served_model_name or model_identity.name
-        self._description = self._describe(name, model_identity, tokenizer_identity)
+        names = Names(name, model_identity, tokenizer_identity)
+        self._description = describe(driver, options, names)
         try:
             if selftest:
-                self._prove()
-            elif depth_bounded:
-                driver.capture.depth_bounded = True
+                found = prove(self._loop, options, self._description, self._capture_for_test)
+                self._anatomy, self._description = found
+            else:
+                driver.capture.depth_bounded = depth_bounded
         except BaseException:
             self.close()
             raise
@@ -223,81 +217,6 @@ class VLLMCapture:
         capture.prove()
         return chunk_of(
             task, capture, failures, description=self._description, timings=job.timings()
-        )
-
-    def _describe(
-        self, name: str, model: ModelIdentity, tokenizer: TokenizerIdentity
-    ) -> EngineDescription:
-        """What is known before the self-test; :meth:`_prove` fills in what it finds."""
-        driver = self._loop.driver
-        fingerprint = Fingerprint(
-            model_revision=model.revision,
-            tokenizer_revision=tokenizer.revision,
-            engine="vllm",
-            engine_version=vllm_version(),
-            engine_dtype=dtype_name(self._facts.dtype),
-            precision=self._options.precision,
-            device=device_name(self._facts.device),
-            threads=driver.threads,
-            prefill_split_tokens=driver.limits.split_tokens,
-            reproducibility="tolerance",
-        )
-        return EngineDescription(
-            served_model_name=name,
-            model=model,
-            tokenizer=tokenizer,
-            architecture=self._facts.architecture,
-            num_layers=self._facts.num_layers,
-            hidden_size=self._facts.hidden_size,
-            vocab_size=self._facts.vocab_size,
-            max_model_len=driver.max_model_len,
-            layer_types=self._anatomy.block_types,
-            sites=support_of(self._anatomy.readings),
-            positions=POSITIONS,
-            depth_bounded=self._options.depth_bounded,
-            fingerprint=fingerprint,
-            versions=library_versions(),
-            selftest=NOT_TESTED,
-        )
-
-    def _prove(self) -> None:
-        """Run the self-test; keep what it proved, and nothing else."""
-        driver = self._loop.driver
-        # A recurrent state is rounded by where its passes begin, a prefix found in the cache leaves
-        # a short tail to compute; in 16 bits a few probe prompts can all hide that.
-        invariant = driver.threads == 1 or batch_invariant()
-        steady = not self._facts.recurrent and not self._options.prefix_caching
-
-        def set_bounded(bounded: bool) -> None:  # noqa: FBT001 (a switch)
-            self._loop.call(lambda: setattr(driver.capture, "depth_bounded", bounded))
-
-        proof = run_selftest(
-            Subject(
-                capture=self._capture_for_test,
-                log_probabilities=lambda rows: self._loop.call(
-                    lambda: driver.log_probabilities(rows)
-                ),
-                set_depth_bounded=set_bounded,
-                readings=self._anatomy.readings,
-                description=self._description,
-                split_tokens=driver.limits.split_tokens,
-                residual=driver.topology.describe(),
-                may_be_bitwise=invariant and steady,
-                bounds_depth=self._options.depth_bounded,
-                reads_cache=self._options.prefix_caching,
-            )
-        )
-        self._anatomy = self._anatomy.without(proof.refused)
-        fingerprint = self._description.fingerprint.model_copy(
-            update={"reproducibility": proof.report.reproducibility}
-        )
-        self._description = self._description.model_copy(
-            update={
-                "sites": support_of(self._anatomy.readings),
-                "depth_bounded": proof.depth_bounded,
-                "fingerprint": fingerprint,
-                "selftest": proof.report,
-            }
         )
 
     def _capture_for_test(

@@ -73,13 +73,14 @@ import numpy as np
 import torch
 
 from wllm_ray.capture.anatomy import Anatomy, dissect
+from wllm_ray.capture.block_lists import find_block_lists
 from wllm_ray.capture.depth import DepthBound
 from wllm_ray.capture.hooks import SiteHooks
 from wllm_ray.capture.passes import PassCapture
 from wllm_ray.capture.probe import Probe
 from wllm_ray.capture.router import Pass
 from wllm_ray.capture.staging import stager_for
-from wllm_ray.capture.topology import Topology, find_block_lists, settle
+from wllm_ray.capture.topology import Topology, settle
 from wllm_ray.errors import CaptureError
 
 __all__ = ["CaptureExtension", "WorkerFacts", "prefer_invariant_kernels"]

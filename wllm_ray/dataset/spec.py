@@ -50,9 +50,7 @@ def build_spec(
     if dataset_id is not None:
         check_dataset_id(dataset_id)
     row_bytes = FLOAT32_BYTES * sum(site_widths)
-    bounded = (
-        (row.request_digest, row_bytes * _most_feature_rows(identity, row)) for row in rows
-    )
+    bounded = ((row.request_digest, row_bytes * _most_feature_rows(identity, row)) for row in rows)
     shards = tuple(_shard_specs(limits.cut(bounded)))
     spec = DatasetSpec(
         dataset_id=dataset_id or "unnamed",
