@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-
-from tests.engine.tiny_models import build_tiny_model
+from tiny_models import build_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BIN = Path(sys.executable).parent

@@ -14,9 +14,9 @@ import numpy as np
 import psutil
 import torch
 import yaml
+from tiny_models import build_tiny_model
 
 from tests.cluster.conftest import BIN, ROOT, cluster_env, free_port, serve_config
-from tests.engine.tiny_models import build_tiny_model
 
 MAX_LEN = 640
 ROWS_PER_SHARD = 25

@@ -43,7 +43,10 @@ def test_probes_models_and_schema_answer(application):
     assert card["id"] == application.served
     assert card["model"]["revision"].startswith("sha256:")
     schema = get("/v1/extraction-schema").json()
-    assert "L0_resid_post" in schema["sites"]
+    assert {"name": "L0_resid_post", "kind": "resid_post", "layer": 0, "width": 128} in schema[
+        "sites"
+    ]
+    assert schema["depth_bounded"] is True
     assert schema["selftest"]["passed"] is True
     assert schema["persistence"] == ["none", "dataset"]
 
@@ -57,7 +60,7 @@ def test_the_three_inline_forms_hold_the_same_numbers(application):
     as_npy = np.load(io.BytesIO(post(application, body(application), "application/x-npy").content))
     features = np.array(as_json["features"], dtype=np.float32)
     assert features.shape == (6, 2, as_json["shape"][2])
-    np.testing.assert_array_equal(features, as_arrow.features)
+    np.testing.assert_array_equal(features, as_arrow.stacked())
     np.testing.assert_array_equal(features, as_npy)
     assert [row["id"] for row in as_json["rows"]] == [row["id"] for row in ROWS]
     assert as_json["sites"] == ["L0_resid_post", "L2_resid_post"]
@@ -73,6 +76,43 @@ def test_a_dataset_by_http_holds_what_inline_answers_hold(application):
     np.testing.assert_array_equal(dataset.features, inline)
     assert dataset.metadata[3] == {"n": 3}
     assert dataset.row_ids[5] == "row-5"
+
+
+@pytest.mark.requirement("C-8", "C-9", "D-1", "S-4")
+def test_all_tokens_and_unlike_sites_are_the_same_inline_by_the_client_and_on_the_server(
+    application,
+):
+    asked = {
+        "sites": ["L1_mlp_out", "embed", "L0_attn_out_prelinear", "final_norm"],
+        "position": "all_prompt",
+        "shard_layout": "per_site",
+    }
+    payload = body(application, layers=None, **asked)
+    inline = decode_arrow(post(application, payload, "application/vnd.apache.arrow.stream").content)
+    lengths = [len(row.token_ids) for row in inline.response.rows]
+    assert [row.length for row in inline.response.rows] == lengths
+    answer = post(application, payload | {"persistence": "dataset", "dataset_id": "ragged"})
+    assert answer.status_code == 200, answer.text
+    stored = load_dataset(application.root, "ragged", verify="full")
+    with WLLMClient(application.base_url) as client:
+        local = client.extract_activations(
+            application.served,
+            [row["prompt"] for row in ROWS],
+            row_ids=[row["id"] for row in ROWS],
+            metadata=[row["metadata"] for row in ROWS],
+            **asked,
+        )
+    assert local.manifest.content_sha256 == stored.manifest.content_sha256
+    for number, site in enumerate(asked["sites"]):
+        np.testing.assert_array_equal(stored.site(site), inline.site(number))
+        np.testing.assert_array_equal(local.site(site), inline.site(number))
+    assert stored.offsets.tolist() == [0, *np.cumsum(lengths)]
+    # The last token of each row is what the default position gives.
+    last = post(application, body(application, layers=None, sites=["L1_mlp_out"])).json()
+    np.testing.assert_array_equal(
+        stored.site("L1_mlp_out")[stored.offsets[1:] - 1],
+        np.array(last["features"], dtype=np.float32)[:, 0],
+    )
 
 
 @pytest.mark.requirement("H-1", "H-7")
@@ -181,7 +221,9 @@ def test_the_command_line_writes_on_its_own_machine_and_resumes(application, tmp
         ({"layers": [99]}, 422, "layer_out_of_range"),
         ({"layers": [0, 0]}, 422, "invalid_site"),
         ({"layers": None, "sites": ["L0_attn_pattern"]}, 422, "invalid_site"),
-        ({"position": "middle"}, 422, "position_not_offered"),
+        ({"position": "middle"}, 422, "invalid_position"),
+        ({"position": "all_generated"}, 422, "position_not_offered"),
+        ({"layers": [0], "site": "mamba_out"}, 422, "site_not_offered"),
         ({"capture_mode": "online"}, 422, "capture_mode_not_offered"),
         ({"layer": [0]}, 422, "invalid_request"),
         ({"rows": []}, 422, "no_rows"),

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from tiny_models import VOCAB
 
 from tests.cluster.fire import (
     DEADLINE_S,
@@ -17,7 +18,6 @@ from tests.cluster.fire import (
     tiny_model,
     write_rows,
 )
-from tests.engine.tiny_models import VOCAB
 from wllm_ray import load_dataset
 
 pytestmark = pytest.mark.requirement("R-3", "D-3", "D-4")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import LAYERS, VOCAB
 
 from deployments.demo.model import prepare_model
 from tests.cluster.conftest import ROOT
@@ -22,7 +23,6 @@ from tests.cluster.fire import (
     tiny_model,
     write_rows,
 )
-from tests.engine.tiny_models import LAYERS, VOCAB
 from wllm_ray import load_dataset
 
 pytestmark = pytest.mark.requirement("D-3", "R-3")

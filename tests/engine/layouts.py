@@ -52,16 +52,29 @@ class Structure:
 
 # Two names for what a Mamba mixer adds.
 _MAMBA = ("mamba_out", "mixer_out")
+_AFTER = "post_attention_layernorm"
 
 
 def _block(
-    attention="self_attn", mlp="mlp", mid=None, *, prelinear=None, times=None, experts=False
+    mixer="self_attn",
+    mlp="mlp",
+    mid=None,
+    *,
+    kinds=("attn_out",),
+    prelinear=None,
+    times=None,
+    experts=False,
 ):
-    """One attention and one feed-forward, in sequence where there is a ``mid``."""
-    adds = {"attn_out": Branch((attention,), times), "mlp_out": Branch((mlp,), times)}
-    if experts:
-        adds["moe_out"] = adds["mlp_out"]
-    return Layout(adds, mid, prelinear or f"{attention}.o_proj")
+    """One mixer and one feed-forward, in sequence where there is a ``mid``.
+
+    ``kinds`` is what the mixer's output is called; ``mlp`` may be a sum of modules.
+    """
+    adds = dict.fromkeys(kinds, Branch((mixer,), times))
+    adds |= dict.fromkeys(
+        ("mlp_out", "moe_out") if experts else ("mlp_out",), Branch(tuple(mlp.split(" + ")), times)
+    )
+    projection = prelinear or f"{mixer}.o_proj"
+    return Layout(adds, mid, projection if "attn_out" in kinds else None)
 
 
 def _alike(block, final_norm="norm"):
@@ -73,8 +86,8 @@ def _one_part(*kinds, prelinear=None):
     return Layout(dict.fromkeys(kinds, Branch(("mixer",))), None, prelinear)
 
 
-_LLAMA = _block(mid="post_attention_layernorm")
-_MIXTRAL = _block(mid="post_attention_layernorm", experts=True)
+_LLAMA = _block(mid=_AFTER)
+_MIXTRAL = _block(mid=_AFTER, experts=True)
 # A norm after each part, and one before the feed-forward or none.
 _SANDWICH = _block(
     "post_attention_layernorm",
@@ -85,29 +98,28 @@ _SANDWICH = _block(
 _NORM_AFTER = replace(_SANDWICH, mid="mlp")
 # The block scales its sum at the end, so that nothing is what the feed-forward added.
 _SCALED_AT_THE_END = replace(_SANDWICH, adds={"attn_out": _SANDWICH.adds["attn_out"]})
-_PARALLEL = _block()
-_GRANITE = _block(mid="post_attention_layernorm", times="residual_multiplier")
 _FALCON = _block("self_attention", prelinear="self_attention.dense")
 _NEOX = _block("attention", prelinear="attention.dense")
 
 
-def _granite_hybrid(*feed_forward):
-    mlp = Branch(feed_forward, "residual_multiplier")
-    rest = {"mlp_out": mlp} | ({"moe_out": mlp} if len(feed_forward) > 1 else {})
-    mid = "post_attention_layernorm"
-    mixer = Branch(("mamba",), "residual_multiplier")
-    mamba = Layout(dict.fromkeys(_MAMBA, mixer) | rest, mid)
-    attention = Layout(
-        {"attn_out": Branch(("self_attn",), "residual_multiplier")} | rest, mid, "self_attn.o_proj"
-    )
-    return Structure((mamba, attention, mamba, mamba))
+def _granite(mixer="self_attn", mlp="mlp", **others):
+    return _block(mixer, mlp, _AFTER, times="residual_multiplier", **others)
 
 
-def _lfm2():
-    mlp = {"mlp_out": Branch(("feed_forward",))}
-    conv = Layout({"mixer_out": Branch(("conv",))} | mlp, "ffn_norm")
-    attention = Layout({"attn_out": Branch(("self_attn",))} | mlp, "ffn_norm", "self_attn.out_proj")
-    return Structure((conv, attention) * (LAYERS // 2), "embedding_norm")
+def _granite_hybrid(mlp, *, experts):
+    mamba = _granite("mamba", mlp, kinds=_MAMBA, experts=experts)
+    return Structure((mamba, _granite(mlp=mlp, experts=experts), mamba, mamba))
+
+
+def _lfm2(experts):
+    """Short convolution and attention in turns; ``experts`` says which blocks have them."""
+    conv = {"mixer": "conv", "kinds": ("mixer_out",)}
+    attention = {"mixer": "self_attn", "prelinear": "self_attn.out_proj"}
+    blocks = [
+        _block(mlp="feed_forward", mid="ffn_norm", experts=one, **mixer)
+        for one, mixer in zip(experts, (conv, attention, conv, attention), strict=True)
+    ]
+    return Structure(tuple(blocks), "embedding_norm")
 
 
 def _nemotron_h():
@@ -127,13 +139,22 @@ _MIXTRAL_LIKE = ("mixtral", "phimoe", "gpt_oss", "olmoe")
 STRUCTURES = {
     **dict.fromkeys(_LLAMA_LIKE, _alike(_LLAMA)),
     "apertus": _alike(_block(mid="feedforward_layernorm")),
-    "granite": _alike(_GRANITE),
+    "granite": _alike(_granite()),
     "glm4": _alike(
         _block(
             "post_self_attn_layernorm",
             "post_mlp_layernorm",
-            "post_attention_layernorm",
+            _AFTER,
             prelinear="self_attn.o_proj",
+        )
+    ),
+    "hyperclovax": _alike(
+        _block(
+            "post_norm1",
+            "post_norm2",
+            _AFTER,
+            prelinear="self_attn.o_proj",
+            times="residual_multiplier",
         )
     ),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _alike(_NORM_AFTER)),
@@ -141,23 +162,21 @@ STRUCTURES = {
     "gemma2": replace(_alike(_SANDWICH), attention="eager"),
     "gemma3": _alike(_SANDWICH),
     **dict.fromkeys(("gemma4", "gemma4_per_layer"), _alike(_SCALED_AT_THE_END)),
-    "minicpm3": _alike(_block(mid="post_attention_layernorm", times="residual_scale")),
+    "minicpm3": _alike(_block(mid=_AFTER, times="residual_scale")),
     "gpt2": _alike(_block("attn", "mlp", "ln_2", prelinear="attn.c_proj"), "ln_f"),
     "gptj": _alike(_block("attn", prelinear="attn.out_proj"), "ln_f"),
     "gpt_neox": _alike(_NEOX, "final_layer_norm"),
-    "gpt_neox_sequential": _alike(
-        replace(_NEOX, mid="post_attention_layernorm"), "final_layer_norm"
-    ),
+    "gpt_neox_sequential": _alike(replace(_NEOX, mid=_AFTER), "final_layer_norm"),
     "phi": _alike(_block(prelinear="self_attn.dense"), "final_layernorm"),
-    **dict.fromkeys(("cohere", "cohere2"), _alike(_PARALLEL)),
+    **dict.fromkeys(("cohere", "cohere2"), _alike(_block())),
     **dict.fromkeys(("falcon", "falcon_7b"), _alike(_FALCON, "ln_f")),
-    "falcon_rw": _alike(replace(_FALCON, mid="post_attention_layernorm"), "ln_f"),
+    "falcon_rw": _alike(replace(_FALCON, mid=_AFTER), "ln_f"),
     # Its modules return what they add plus the stream; their last layers do not.
     "bloom": _alike(
         _block(
             "self_attention.dense",
             "mlp.dense_4h_to_h",
-            "post_attention_layernorm",
+            _AFTER,
             prelinear="self_attention.dense",
         ),
         "ln_f",
@@ -172,14 +191,8 @@ STRUCTURES = {
         None,
     ),
     **dict.fromkeys(_MIXTRAL_LIKE, _alike(_MIXTRAL)),
-    "granitemoe": _alike(
-        _block(
-            mlp="block_sparse_moe",
-            mid="post_attention_layernorm",
-            times="residual_multiplier",
-            experts=True,
-        )
-    ),
+    "granitemoe": _alike(_granite(mlp="block_sparse_moe", experts=True)),
+    "granitemoeshared": _alike(_granite(mlp="block_sparse_moe + shared_mlp", experts=True)),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Structure((_MIXTRAL, _LLAMA, _MIXTRAL, _MIXTRAL))),
     **dict.fromkeys(
         ("glm4_moe", "deepseek_v2", "deepseek_v3"),
@@ -199,7 +212,12 @@ STRUCTURES = {
         ),
         "final_layernorm",
     ),
-    "granite_hybrid": _granite_hybrid("shared_mlp"),
-    "granite_hybrid_moe": _granite_hybrid("block_sparse_moe", "shared_mlp"),
-    "lfm2": _lfm2(),
+    "granite_hybrid": _granite_hybrid("shared_mlp", experts=False),
+    "granite_hybrid_moe": _granite_hybrid("block_sparse_moe + shared_mlp", experts=True),
+    "lfm2": _lfm2((False,) * LAYERS),
+    "lfm2_moe": _lfm2((False, True, True, True)),
+    "qwen3_next": Structure(
+        (_block("linear_attn", mid=_AFTER, kinds=("mixer_out",), experts=True), _MIXTRAL)
+        * (LAYERS // 2)
+    ),
 }

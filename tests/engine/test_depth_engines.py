@@ -31,7 +31,7 @@ ALL_BLOCKS = list(range(LAYERS))
         "falcon",
         "gpt2",
         "mixtral",
-        "deepseek_v3",
+        "cohere",
         "opt_350m",
         "bloom",
     ],

@@ -36,7 +36,7 @@ def sites(model, prompt):
 
 
 def test_every_family_has_a_structure():
-    assert set(STRUCTURES) == set(FAMILIES)
+    assert set(FAMILIES) <= set(STRUCTURES)
 
 
 def test_branches_add_up_to_the_stream(family, sites):

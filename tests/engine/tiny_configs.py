@@ -11,8 +11,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import transformers as hf
 from tiny_options import (
-    EXPERTS,
     FALCON,
+    FEW_EXPERTS,
     GEMMA4,
     GPT2,
     GROUPED,
@@ -22,10 +22,11 @@ from tiny_options import (
     LAYERS,
     MAMBA2,
     MAX_LEN,
-    MULTIPLIERS,
     MULTI_HEAD,
+    MULTIPLIERS,
     OPT,
     ROPE,
+    SHORT_CONV,
     SMALL_EXPERTS,
     TIED,
     TOKENS,
@@ -58,6 +59,9 @@ DENSE = {
     "olmo2": lambda: hf.Olmo2Config(**MULTI_HEAD),
     "olmo3": lambda: hf.Olmo3Config(**MULTI_HEAD, **WIDE),
     "exaone4": lambda: hf.Exaone4Config(**GROUPED, **WIDE),
+    "hyperclovax": lambda: hf.HyperCLOVAXConfig(
+        **GROUPED, **HEAD, **MULTIPLIERS, use_post_norm=True
+    ),
     "gemma": lambda: hf.GemmaConfig(**TIED, **HEAD),
     "gemma2": lambda: hf.Gemma2Config(**TIED, **HEAD, query_pre_attn_scalar=32, **WINDOWS),
     "gemma3": lambda: hf.Gemma3TextConfig(**TIED, **HEAD, query_pre_attn_scalar=32, **WINDOWS),
@@ -114,19 +118,22 @@ DENSE = {
 }
 
 EXPERTS = {
-    "mixtral": lambda: hf.MixtralConfig(**GROUPED, **EXPERTS),
+    "mixtral": lambda: hf.MixtralConfig(**GROUPED, **FEW_EXPERTS),
     "phimoe": lambda: hf.PhimoeConfig(
-        **GROUPED, **EXPERTS, attention_bias=True, lm_head_bias=True
+        **GROUPED, **FEW_EXPERTS, attention_bias=True, lm_head_bias=True
     ),
-    "granitemoe": lambda: hf.GraniteMoeConfig(**GROUPED, **EXPERTS, **MULTIPLIERS),
+    "granitemoe": lambda: hf.GraniteMoeConfig(**GROUPED, **FEW_EXPERTS, **MULTIPLIERS),
     "gpt_oss": lambda: hf.GptOssConfig(
         **GROUPED,
         **HEAD,
-        **EXPERTS,
+        **FEW_EXPERTS,
         sliding_window=64,
         rope_parameters=YARN,
     ),
     "olmoe": lambda: hf.OlmoeConfig(**MULTI_HEAD, num_experts=4, num_experts_per_tok=2),
+    "granitemoeshared": lambda: hf.GraniteMoeSharedConfig(
+        **GROUPED, **FEW_EXPERTS, **MULTIPLIERS, shared_intermediate_size=64
+    ),
     # The second block is dense.
     "qwen2_moe": lambda: hf.Qwen2MoeConfig(
         **GROUPED, **SMALL_EXPERTS, shared_expert_intermediate_size=128, mlp_only_layers=[1]
@@ -166,6 +173,7 @@ HYBRIDS = {
         chunk_size=64,
         initializer_range=0.2,
         tie_word_embeddings=False,
+        max_position_embeddings=MAX_LEN,
     ),
     # Blocks of one part each. Transformers clamps time steps at `time_step_min`, vLLM does not.
     "nemotron_h": lambda: hf.NemotronHConfig(
@@ -209,20 +217,45 @@ HYBRIDS = {
         **GROUPED,
         **MULTIPLIERS,
         **MAMBA2,
-        **EXPERTS,
+        **FEW_EXPERTS,
         layer_types=["mamba", "attention", "mamba", "mamba"],
         shared_intermediate_size=HIDDEN,
     ),
-    "lfm2": lambda: hf.Lfm2Config(
-        **GROUPED,
-        conv_dim=HIDDEN,
-        block_dim=HIDDEN,
-        block_auto_adjust_ff_dim=False,
-        layer_types=["conv", "full_attention", "conv", "full_attention"],
+    "lfm2": lambda: hf.Lfm2Config(**GROUPED, **SHORT_CONV, block_auto_adjust_ff_dim=False),
+    # The first block is dense.
+    "lfm2_moe": lambda: hf.Lfm2MoeConfig(
+        **GROUPED, **SHORT_CONV, **SMALL_EXPERTS, num_dense_layers=1
     ),
 }
 
 FAMILIES = DENSE | EXPERTS | HYBRIDS
+
+# Families that are not compared in float32, or not at all.
+OTHERS = {
+    # vLLM runs its linear attention in 16 bits only, where a router that had to choose between
+    # experts would choose others.
+    "qwen3_next": lambda: hf.Qwen3NextConfig(
+        **GROUPED,
+        **SMALL_EXPERTS | {"num_experts_per_tok": 4},
+        shared_expert_intermediate_size=64,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        layer_types=["linear_attention", "full_attention"] * (LAYERS // 2),
+    ),
+    # Blocks pass on four streams at once.
+    "gemma3n": lambda: hf.Gemma3nTextConfig(
+        **TIED | WINDOWS | {"intermediate_size": [256] * LAYERS},
+        **HEAD,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=VOCAB,
+        laurel_rank=16,
+        num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.0] * LAYERS,
+    ),
+}
 
 # One of each structure that a capture must tell apart.
 QUICK = (

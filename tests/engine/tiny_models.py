@@ -10,11 +10,20 @@ from pathlib import Path
 import torch
 
 # Before transformers: it takes the hub away.
-from tiny_configs import FAMILIES, HIDDEN, LAYERS, MAX_LEN, QUICK, SPELLED, VOCAB
+from tiny_configs import FAMILIES, HIDDEN, LAYERS, MAX_LEN, OTHERS, QUICK, SPELLED, VOCAB
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["FAMILIES", "HIDDEN", "LAYERS", "MAX_LEN", "QUICK", "VOCAB", "build_tiny_model"]
+__all__ = [
+    "FAMILIES",
+    "HIDDEN",
+    "LAYERS",
+    "MAX_LEN",
+    "OTHERS",
+    "QUICK",
+    "VOCAB",
+    "build_tiny_model",
+]
 
 # Buffers that a trained model fills and a new one leaves at zero or one.
 _LEARNT_BUFFERS = ("layer_scalar", "e_score_correction_bias")
@@ -49,9 +58,9 @@ def _randomise(model: torch.nn.Module) -> None:
 
 
 def build_tiny_model(family: str, path: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Save a tiny random model of ``family`` (a key of ``FAMILIES``) and its tokenizer."""
+    """Save a tiny random model of a family of ``FAMILIES`` or ``OTHERS``, and its tokenizer."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]())
+    model = AutoModelForCausalLM.from_config((FAMILIES | OTHERS)[family]())
     _randomise(model)
     model.to(dtype).save_pretrained(path)
     config = path / "config.json"

@@ -46,7 +46,7 @@ MULTIPLIERS = {
     "attention_multiplier": 0.1,
     "logits_scaling": 2.0,
 }
-EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+FEW_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 SMALL_EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 64}
 OPT = without(MULTI_HEAD, "intermediate_size", "initializer_range", "tie_word_embeddings")
 OPT |= {"ffn_dim": 256, "init_std": 0.2}
@@ -60,6 +60,11 @@ MAMBA2 = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
     "mamba_chunk_size": 64,
+}
+SHORT_CONV = {
+    "conv_dim": HIDDEN,
+    "block_dim": HIDDEN,
+    "layer_types": ["conv", "full_attention"] * (LAYERS // 2),
 }
 # Latent attention, which vLLM takes on a CPU at ranks that add up to 576.
 LATENT = MULTI_HEAD | {

@@ -43,7 +43,7 @@ _OURS = {
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How the engine is built; see :class:`~wllm_ray.capture.vllm_engine.VLLMEngine`."""
+    """How the engine is built; see :class:`~wllm_ray.capture.vllm_capture.VLLMCapture`."""
 
     model: str
     revision: str | None = None
