@@ -44,8 +44,15 @@ async def assert_same_bytes_every_way(engine, prompts):
     return expected
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen3", "float32"),
+        ("gemma3", "bfloat16"),
+        pytest.param("qwen3", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("gemma3", "float32", marks=pytest.mark.slow),
+    ],
+)
 async def test_a_rows_bytes_do_not_depend_on_its_company(family, dtype, open_engine, reference):
     prompts = prompts_of(np.random.default_rng(5).integers(1, 301, 40).tolist(), seed=5)
     with open_engine(family, dtype=dtype) as engine:

@@ -49,16 +49,16 @@ class Case:
 # The states of Mamba2 and of short convolutions are rounded where a pass begins.
 _RECURRENT = Case(bitwise=False)
 _SHORT_CONV = Case(bitwise=False, vllm_args=_PLAIN_ROTARY)
-# vLLM adds up the experts of a token in an order that depends on the pass.
-_SHARED_EXPERT = Case(bitwise=False)
-# Latent attention multiplies its matrices in another order than Transformers.
+# As the self-test measures: the last bits depend on the pass.
+_PASS_DEPENDENT = Case(bitwise=False)
+# vLLM multiplies the matrices of latent attention in another order; 1.6e-4 was seen.
 _LATENT = Case(tolerance=5e-4, bitwise=False, vllm_args=_LATENT_ATTENTION | _PLAIN_ROTARY)
 CASES = {
     "apertus": Case(tolerance=1e-2),  # vLLM keeps the activation's parameters in bfloat16
     "bloom": Case(tolerance=5e-3),  # vLLM has the exact GELU, Transformers its tanh form
     "falcon_rw": Case(longest=256),  # Transformers rounds ALiBi's positions to bfloat16
-    "qwen2_moe": _SHARED_EXPERT,
-    "glm4_moe": _SHARED_EXPERT,
+    "qwen2_moe": _PASS_DEPENDENT,
+    "glm4_moe": _PASS_DEPENDENT,
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "mamba2": _RECURRENT,
@@ -160,7 +160,7 @@ def test_one_token_more_than_the_model_takes_is_a_row_failure(family_engine):
         ("qwen3", {}),
         ("gemma3", {}),
         # Linear attention, with a state that the cache's default size does not expect.
-        pytest.param("qwen3_next", {"kv_cache_memory_bytes": 64 << 20}, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", {}, marks=pytest.mark.slow),
     ],
 )
 def test_bfloat16_is_as_near_to_float32_as_transformers_own(

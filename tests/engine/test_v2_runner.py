@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
     "family",
     [
         "qwen3",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma3", "cohere", "gpt_neox")),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma3", "granite", "gpt_neox")),
     ],
 )
 def test_the_second_runner_gives_the_right_numbers_at_every_site(family, tiny_model, tmp_path):

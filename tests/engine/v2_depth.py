@@ -42,7 +42,7 @@ PROMPTS = prompts_of([1, 9, SPLIT + 1], seed=53)
 
 
 def what_ran(engine):
-    """Site → the set of blocks, norms and heads that ran in its passes."""
+    """Site → the blocks, norms and heads that ran in its passes, and the features of each."""
     seen = set()
     model = engine._loop.driver._core.model_executor.driver_worker.worker.model_runner.model
     parts = {n: block.self_attn for n, block in enumerate(model.model.layers)}
@@ -51,14 +51,14 @@ def what_ran(engine):
         part.register_forward_pre_hook(lambda *_, name=name: seen.add(name))
         for name, part in parts.items()
     ]
-    found = {}
+    ran, features = {}, []
     for site in SITES:
         seen.clear()
-        engine.capture(task_of(PROMPTS, sites=[site]))
-        found[site] = sorted(seen, key=str)
+        features.append(engine.capture(task_of(PROMPTS, sites=[site])).features)
+        ran[site] = sorted(seen, key=str)
     for handle in handles:
         handle.remove()
-    return found
+    return ran, features
 
 
 def generate(engine, beside):
@@ -78,7 +78,7 @@ def generate(engine, beside):
     for name, prompt in zip(tokens, prompts_of([5, 20], seed=54), strict=True):
         ids = prompt.tolist()
         engine._loop.call(
-            lambda name=name, ids=ids: driver.add(f"{name}-{started}", ids, max_tokens=8)
+            lambda name=name, ids=ids: driver.add(f"{name}-{started}", ids, max_tokens=4)
         )
     while engine._loop.call(driver._core.scheduler.get_num_unfinished_requests):
         engine.capture(task_of(beside, (0,)))
@@ -95,17 +95,20 @@ def main(model):
         ),
         prefill_split_tokens=SPLIT,
         max_num_seqs=8,
+        selftest=False,
     ) as engine:
-        told = {"depth_bounded": engine.description.depth_bounded, "ran": what_ran(engine)}
-        capture = engine._loop.driver.capture
-        cut = [engine.capture(task_of(PROMPTS, sites=[site])).features for site in SITES]
-        engine._loop.strict_splits = False
-        told["tokens beside captures"] = generate(engine, PROMPTS)
-        capture.depth_bounded = False
-        whole = [engine.capture(task_of(PROMPTS, sites=[site])).features for site in SITES]
-        told["tokens alone"] = generate(engine, PROMPTS[:1])
-        pairs = zip(SITES, cut, whole, strict=True)
-        told["differ"] = [site for site, one, other in pairs if not np.array_equal(one, other)]
+        ran, cut = what_ran(engine)
+        beside = generate(engine, PROMPTS[:2])
+        engine._loop.driver.capture.depth_bounded = False
+        whole = what_ran(engine)[1]
+        alone = generate(engine, PROMPTS[:1])
+    pairs = zip(SITES, cut, whole, strict=True)
+    told = {
+        "ran": ran,
+        "differ": [site for site, one, other in pairs if not np.array_equal(one, other)],
+        "tokens beside captures": beside,
+        "tokens alone": alone,
+    }
     print(json.dumps(told))
 
 

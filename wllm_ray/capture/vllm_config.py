@@ -25,6 +25,7 @@ __all__ = ["BuiltConfig", "EngineOptions", "build_config"]
 _EXTENSION = "wllm_ray.capture.vllm_worker.CaptureExtension"
 _CPU_BLOCK_SIZE = 32
 _MIN_SPLIT_TOKENS = MIN_PASS_TOKENS
+_LEAST_RECURRENT_CACHE_BYTES = 1 << 30
 _PARALLELISM = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 # Arguments of vLLM that capture sets itself, or that would break what it proves.
 _OURS = {
@@ -241,4 +242,6 @@ def _cache_bytes(config: Any, max_model_len: int) -> int:
     blocks = scheduler.max_num_seqs + math.ceil(scheduler.max_num_batched_tokens / block)
     blocks += math.ceil((max_model_len + 1) / block) + 2
     # A quarter more: layers of unlike attention are grouped, and groups are padded.
-    return int(1.25 * blocks * block * token)
+    needed = int(1.25 * blocks * block * token)
+    # Recurrent states are as large as many blocks of attention, and pages take the larger's size.
+    return max(needed, _LEAST_RECURRENT_CACHE_BYTES) if model.has_inner_state else needed
