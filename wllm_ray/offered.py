@@ -71,8 +71,10 @@ def _width(offers: Offers, widths: dict[tuple[str, int | None], int], site: Hook
         )
     kinds = offered_kinds(offers)
     if site.kind not in kinds or site.layer is None:
+        made = "" if site.layer is None else f", whose block {site.layer} is "
+        made += "" if site.layer is None else repr(offers.layer_types[site.layer])
         raise NotOfferedError(
-            f"hook site {site} is not offered on {offers.architecture}; offered kinds: "
+            f"hook site {site} is not offered on {offers.architecture}{made}; offered kinds: "
             f"{', '.join(kinds)}",
             code="site_not_offered",
         )

@@ -157,9 +157,11 @@ def _shown(found: object) -> str:
 
 
 def _invalid(found: object) -> InvalidInputError:
-    names = ", ".join(kind for kind in POSITION_KINDS if kind != "index")
+    names = [kind for kind in POSITION_KINDS if kind != "index" and "generated" not in kind]
+    near = [name for name in names if isinstance(found, str) and found and found in name]
+    meant = f", did you mean {near[0]}?" if near else "."
     return InvalidInputError(
-        f'cannot read position {_shown(found)}; write one of {names}, or {{"index": [0, -1]}}, '
-        "which as text is index:0,-1",
+        f"cannot read position {_shown(found)}{meant} Write one of {', '.join(names)}, or "
+        'index:0,-1 for chosen tokens, which in JSON is also {"index": [0, -1]}',
         code="invalid_position",
     )

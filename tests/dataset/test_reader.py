@@ -332,7 +332,7 @@ def test_bad_arguments(root):
 def test_verify_of_a_good_dataset(store, root, rows):
     manifest = write_dataset(store, rows)
     report = verify_dataset(root, "d")
-    assert (report.ok, report.faults, report.notes) == (True, (), ())
+    assert (report.ok, report.faults, report.notes, report.advice) == (True, (), (), "")
     assert (report.files, report.bytes) == (2 + 3 * 5, manifest.bytes)
     store.put("datasets/d/.tmp-host-1-1", b"half")
     assert verify_dataset(root, "d").notes == ("datasets/d/.tmp-host-1-1: 4 bytes, no record",)

@@ -62,18 +62,80 @@ def test_spec_is_created_once(store, spec):
     assert load_spec(store, "d") == spec
 
 
-def test_a_conflict_names_fields_and_shards(store, spec, rows):
+NOTHING = {"fields": {}, "shards": [], "more_shards": 0, "rows": [], "more_rows": 0}
+
+
+def refused(store, asked, rows):
+    with pytest.raises(ConflictError) as error:
+        create_spec(store, asked, rows_of=lambda shard: rows_of(asked, rows, shard))
+    return error.value
+
+
+def test_a_conflict_names_the_shards_of_which_no_row_is_staged(store, spec, rows):
     create_spec(store, spec)
     changed = [*rows[:4], replace(rows[4], request_digest="0" * 64), *rows[5:]]
-    with pytest.raises(ConflictError, match="begun with another request") as error:
-        create_spec(store, make_spec(changed, position="first"))
-    assert error.value.code == "dataset_conflict"
-    assert error.value.details == {
-        "fields": {"position": {"stored": "last_prompt", "asked": "first"}},
-        "shards": [1],
-        "rows": [],
-    }
+    error = refused(store, make_spec(changed), changed)
+    assert error.code == "dataset_conflict"
+    assert "was begun with another request; what differs: shards [1]. Use" in error.message
+    assert error.details == NOTHING | {"shards": [1]}
     assert load_spec(store, "d") == spec
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("position", "first", "last_prompt"),
+        ("sites", ("L0_resid_post",), ("L1_resid_post",)),
+        ("max_rows_per_shard", 4, 3),
+    ],
+)
+def test_a_conflict_over_a_field_names_it_alone(store, rows, name, value, kept):
+    """Shards, and the digests of their rows, differ only because the field does."""
+    write_dataset(store, rows)
+    if name == "max_rows_per_shard":
+        asked, changed = make_spec(rows, per_shard=value), rows
+    else:
+        changed = [replace(row, request_digest=f"{row.index:064}") for row in rows]
+        asked = make_spec(changed, **{name: value})
+    error = refused(store, asked, changed)
+    assert f"what differs: field {name}. Use" in error.message
+    assert error.details == NOTHING | {"fields": {name: {"stored": kept, "asked": value}}}
+
+
+@pytest.mark.requirement("L-6")
+def test_a_conflict_lists_twenty_and_counts_the_others(store):
+    rows = make_rows(50)
+    write_dataset(store, rows, per_shard=2)
+    changed = [replace(row, request_digest=f"{row.index:064}") for row in rows]
+    error = refused(store, make_spec(changed, per_shard=2), changed)
+    ids = [row.id for row in rows[:20]]
+    assert error.details == {
+        "fields": {},
+        "shards": list(range(20)),
+        "more_shards": 5,
+        "rows": ids,
+        "more_rows": 30,
+    }
+    assert f"shards {list(range(20))} and 5 more, rows {ids} and 30 more. Use" in error.message
+
+
+@pytest.mark.requirement("L-6")
+def test_an_inserted_row_is_named_and_those_behind_it_are_not(store):
+    """They are in other shards than before, but the same."""
+    rows = make_rows(9)
+    inserted = [replace(row, index=n) for n, row in enumerate([rows[8], *rows[:8]])]
+    write_dataset(store, rows[:8])
+    error = refused(store, make_spec(inserted), inserted)
+    assert error.details["shards"] == [0, 1, 2]
+    assert error.details["rows"] == [rows[8].id]
+
+
+@pytest.mark.requirement("L-6")
+def test_rows_in_a_shard_that_was_not_stored_are_named(store):
+    rows = make_rows(8)
+    write_dataset(store, rows[:6])
+    error = refused(store, make_spec(rows), rows)
+    assert error.details["rows"] == [rows[6].id, rows[7].id]
 
 
 @pytest.mark.requirement("L-6")

@@ -13,7 +13,7 @@ from wllm_ray.capture.hooks import SiteHooks
 from wllm_ray.capture.protocol import Engine
 from wllm_ray.capture.reading import take
 from wllm_ray.capture.staging import HostStager
-from wllm_ray.errors import InvalidInputError, NotOfferedError
+from wllm_ray.errors import CaptureError, InvalidInputError, NotOfferedError
 from wllm_ray.records import CaptureTask, TokenRow
 from wllm_ray.sites import HookSite
 
@@ -41,6 +41,16 @@ async def test_chunks_with_other_layers_share_passes(engine, reference):
         assert stacked(chunk).shape[1] == len(layers)
         assert relative_l2(stacked(chunk), expected[:, list(layers)]).max() <= TIGHT
     assert idle(engine)
+
+
+@pytest.mark.requirement("P-3")
+def test_a_second_engine_in_the_process_is_refused_and_leaves_the_first_as_it_was(
+    engine, open_engine
+):
+    before = engine.capture(task_of(prompts_of([9]))).features
+    with pytest.raises(CaptureError, match="another vLLM engine is open in this process"):
+        open_engine("gpt2", selftest=False)
+    np.testing.assert_array_equal(engine.capture(task_of(prompts_of([9]))).features, before)
 
 
 @pytest.mark.requirement("C-2", "C-3")

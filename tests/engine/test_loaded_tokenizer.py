@@ -1,5 +1,7 @@
 """Tokenizers beside a model's own: one that the caller has loaded already, or none."""
 
+import shutil
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -37,3 +39,11 @@ def test_without_a_tokenizer_prompts_are_refused_with_what_to_do():
     assert tokenizer.identity.chat_template_sha256 is None
     with pytest.raises(InvalidInputError, match="tokenizer="):
         tokenizer.encode_prompts(["a"])
+
+
+@pytest.mark.requirement("P-3", "U-4")
+def test_a_model_without_a_tokenizer_says_what_is_missing(path, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(path, bare, ignore=shutil.ignore_patterns("*token*"))
+    with pytest.raises(InvalidInputError, match=r"'bare' has no tokenizer .* beside the weights"):
+        TransformersTokenizer(str(bare), resolve_model(str(bare)))

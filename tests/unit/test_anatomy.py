@@ -293,6 +293,11 @@ def test_blocks_of_several_types_are_told_apart():
     assert anatomy.unexplained == (3,)
 
 
+def test_blocks_whose_branches_run_side_by_side_say_so():
+    anatomy, _ = dissected(Parallel, Sequential)
+    assert anatomy.block_types == ("attention + mlp side by side", "attention + mlp")
+
+
 def test_a_module_that_runs_in_several_blocks_is_no_place():
     """A shared attention's output belongs to no single layer."""
     shared = Attention()

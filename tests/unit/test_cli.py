@@ -1,5 +1,6 @@
 """The other commands: help, wait-ready, doctor, verify, inspect, serve."""
 
+import asyncio
 import json
 import struct
 import subprocess
@@ -163,6 +164,20 @@ def test_a_time_out_says_what_was_seen_last():
     assert result.exit_code == 2
     assert "no replica has passed its self-test yet" in result.stderr
     assert "Ray says DEPLOYING" in result.stderr
+
+
+@pytest.mark.requirement("L-2")
+def test_an_application_that_is_slow_to_answer_is_waited_for_without_advice(monkeypatch):
+    async def silent(_scope, _receive, _send):
+        await asyncio.sleep(1)
+
+    monkeypatch.setattr("wllm_ray.client.ready.PROBE_TIMEOUT_S", 0.1)
+    with serving(silent) as address:
+        result = run(
+            "wait-ready", "--base-url", address, "--timeout", "0", "--dashboard-url", NOBODY
+        )
+    assert f"waiting: {address} is there, but /readyz did not answer in time; " in result.stderr
+    assert "fewer rows" not in result.stderr
 
 
 @pytest.mark.requirement("L-2")

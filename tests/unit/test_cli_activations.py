@@ -186,6 +186,7 @@ def test_rows_that_may_pass_leave_no_manifest_and_running_again_finishes(app, jo
     app.engine.fault = lambda _row: None
     again = job.run(rows_per_shard="4")
     assert (again.exit_code, again.summary["shards_resumed"]) == (0, 2)
+    assert (result.summary["shards_written"], again.summary["shards_written"]) == (2, 1)
     assert json.loads((job.output / "runs/d/failures.json").read_bytes()) == []
 
 
@@ -415,7 +416,7 @@ def test_a_committed_dataset_is_left_alone(app, job):
     assert app.requests == [("GET", "/v1/models"), ("GET", "/v1/extraction-schema")]
     assert job.files() == before
     assert app.engine.captured.total() == ran
-    assert result.summary["shards_resumed"] == 3
+    assert (result.summary["shards_resumed"], result.summary["shards_written"]) == (3, 0)
 
 
 def changed_row(rows):
@@ -455,14 +456,19 @@ def test_another_input_under_the_same_id_fails_closed_and_names_the_rows(app, jo
 @pytest.mark.requirement("L-3")
 @pytest.mark.parametrize(
     ("options", "field"),
-    [({"layer": "2"}, "sites"), ({"rows-per-shard": "5"}, "max_rows_per_shard")],
+    [
+        ({"layer": "2"}, "sites"),
+        ({"position": "first"}, "position"),
+        ({"rows-per-shard": "5"}, "max_rows_per_shard"),
+    ],
 )
 def test_other_options_under_the_same_id_fail_closed_and_name_the_field(job, options, field):
     assert job.run(rows_per_shard="4").exit_code == 0
     result = job.run(**{"rows-per-shard": "4"} | options)
     assert result.exit_code == 2
-    assert field in result.summary["error"]["details"]["fields"]
-    assert field in result.stderr
+    details = result.summary["error"]["details"]
+    assert (list(details["fields"]), details["shards"], details["rows"]) == ([field], [], [])
+    assert f"what differs: field {field}. Use another dataset id" in result.stderr
 
 
 def test_another_model_under_the_same_id_fails_closed(app, job):
@@ -597,16 +603,28 @@ def wait_for(condition) -> None:
 
 
 @pytest.mark.requirement("L-3")
-def test_an_interruption_exits_with_130_and_keeps_what_is_written(tmp_path):
+@pytest.mark.parametrize(
+    ("sent", "sigint", "code"),
+    [
+        (signal.SIGINT, signal.default_int_handler, 130),
+        (signal.SIGTERM, signal.default_int_handler, 143),
+        (signal.SIGTERM, signal.SIG_IGN, 143),  # as in a shell script's background jobs
+    ],
+)
+def test_an_interruption_keeps_what_is_written_and_says_so(tmp_path, sent, sigint, code):
     app = Application(engine=FakeEngine(delay_s=0.2))
     with serving(app) as address:
         job = Job(address, write_rows(tmp_path / "rows.jsonl", prompts(40)), tmp_path / "out")
-        process = job.start("--quiet", rows_per_shard="2")
+        before = signal.signal(signal.SIGINT, sigint)  # what is ignored is inherited
+        try:
+            process = job.start("--quiet", rows_per_shard="2")
+        finally:
+            signal.signal(signal.SIGINT, before)
         wait_for(lambda: len(job.receipts()) >= 1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert json.loads(stdout) == {"status": "interrupted", "exit_code": 130}
+    assert process.returncode == code
+    assert json.loads(stdout) == {"status": "interrupted", "exit_code": code}
     assert "running again goes on from there" in stderr
     assert "Traceback" not in stderr
     assert not list(job.output.rglob(".tmp-*"))

@@ -87,8 +87,16 @@ def dissect(log: ProbeLog, topology: Topology) -> Anatomy:
         entering = leaving
     if topology.has_final_norm:
         readings[HookSite(None, "final_norm")] = _final_norm(topology, width)
-    types = tuple(block_type(block) for block in topology.blocks)
+    types = tuple(_type(readings, *numbered) for numbered in enumerate(topology.blocks))
     return Anatomy(readings, types, tuple(unexplained))
+
+
+def _type(readings: dict[HookSite, Reading], layer: int, block: nn.Module) -> str:
+    """What a block is made of, and whether its branches run side by side."""
+    offered = {site.kind for site in readings if site.layer == layer}
+    both = "mlp_out" in offered and offered & {"attn_out", "mamba_out", "mixer_out"}
+    beside = " side by side" if both and "resid_mid" not in offered else ""
+    return block_type(block) + beside
 
 
 def _final_norm(topology: Topology, width: int) -> Reading:

@@ -13,6 +13,7 @@ from typing import Any
 
 from wllm_ray.capture.model_files import directory_digest, tokenizer_files
 from wllm_ray.digest import sha256_hex
+from wllm_ray.errors import InvalidInputError
 from wllm_ray.records import ModelIdentity, TokenizerIdentity
 from wllm_ray.tokens import ChatTemplateRefusedError
 
@@ -31,14 +32,9 @@ class TransformersTokenizer:
     def __init__(
         self, model: str, identity: ModelIdentity, *, trust_remote_code: bool = False
     ) -> None:
-        from transformers import AutoTokenizer
-
         local = Path(model).is_dir()
-        self._tokenizer = AutoTokenizer.from_pretrained(
-            model,
-            revision=None if local else identity.revision,
-            trust_remote_code=trust_remote_code,
-        )
+        revision = None if local else identity.revision
+        self._tokenizer = _load(model, revision, trust_remote_code=trust_remote_code)
         template = self._tokenizer.chat_template
         self._identity = TokenizerIdentity(
             name=identity.name,
@@ -76,6 +72,34 @@ class TransformersTokenizer:
             raise ChatTemplateRefusedError from error
         ids = self._tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)
         return list(ids["input_ids"])
+
+
+def _load(model: str, revision: str | None, *, trust_remote_code: bool) -> Any:
+    """Transformers' tokenizer; where there is none, it raises or makes up an empty one."""
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(
+            model, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except ValueError as error:
+        raise _no_tokenizer(_shown(model)) from error
+    if len(found) <= len(found.all_special_tokens):
+        raise _no_tokenizer(_shown(model))
+    return found
+
+
+def _shown(model: str) -> str:
+    """What to call a model in a message: a directory by its own name alone."""
+    return Path(model).name if Path(model).is_dir() else model
+
+
+def _no_tokenizer(name: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"model {name!r} has no tokenizer that Transformers can load; put its files "
+        "(tokenizer.json, tokenizer_config.json) beside the weights",
+        code="invalid_argument",
+    )
 
 
 def _revision(model: str, identity: ModelIdentity) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -120,12 +121,17 @@ class VLLMCapture:
             vllm_args=vllm_args or {},
         )
         options.check(selftest=selftest)
-        self._options = options
         self._request_numbers = itertools.count()
         self._loop = EngineLoop(lambda: build_driver(options), progress_limit_s=progress_limit_s)
         # What is found in the cache is not run, so no pass is as it was planned.
         self._loop.strict_splits = not prefix_caching
-        _start(self._loop)
+        _take_process()
+        self._holds_process = True
+        try:
+            _start(self._loop)
+        except BaseException:
+            _give_process_back(self)
+            raise
         driver = self._loop.driver
         self._facts, self._anatomy = driver.facts, driver.anatomy
         name = served_model_name or model_identity.name
@@ -186,6 +192,7 @@ class VLLMCapture:
     def close(self) -> None:
         """Stop the engine after the pass that runs now and free what it holds."""
         self._loop.close()
+        _give_process_back(self)
 
     def __enter__(self) -> Self:
         return self
@@ -233,6 +240,25 @@ class VLLMCapture:
         capture = job.done.result().capture
         capture.prove()
         return capture
+
+
+# vLLM keeps its parallel groups in the process: closing one engine takes them from the other.
+_process = threading.Lock()
+
+
+def _take_process() -> None:
+    if not _process.acquire(blocking=False):
+        raise CaptureError(
+            "another vLLM engine is open in this process, and vLLM takes one at a time; close it "
+            "first, or run the second one in a process of its own",
+            code="capture_failed",
+        )
+
+
+def _give_process_back(engine: VLLMCapture) -> None:
+    if engine._holds_process:  # noqa: SLF001 (this module's own)
+        engine._holds_process = False  # noqa: SLF001
+        _process.release()
 
 
 def _start(loop: EngineLoop) -> None:

@@ -1,8 +1,8 @@
 """The command line, ``wllm``.
 
 Exit codes: 0 done · 1 rows failed · 2 input, output, transport or integrity error · 130
-interrupted. Results go to stdout, progress and messages to stderr. Each command imports what it
-needs when it runs, so that ``wllm --help`` costs nothing.
+interrupted (SIGINT) · 143 terminated (SIGTERM). Results go to stdout, progress and messages to
+stderr. Each command imports what it needs when it runs, so that ``wllm --help`` costs nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def _wllm(
 ) -> None:
     """Reproducible, checksum-verified activation datasets from language models.
 
-    Exit codes: 0 done, 1 rows failed, 2 input, output, transport or integrity error.
+    Exit codes: 0 done, 1 rows failed, 2 input, output, transport or integrity error, 130
+    interrupted (SIGINT), 143 terminated (SIGTERM).
     """
 
 

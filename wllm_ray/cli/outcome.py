@@ -22,7 +22,12 @@ def report(store: Store, outcome: JobOutcome, rows: RowSource) -> int:
     write_run_files(store, outcome.spec.dataset_id, summary, failures)
     code = ROWS_FAILED if failures else DONE
     _say_result(outcome, failures)
-    print_json({**summary, "shards_resumed": outcome.resumed, "exit_code": code})
+    ran = {
+        "shards_resumed": outcome.resumed,
+        "shards_written": len(outcome.receipts) - outcome.resumed,
+        "exit_code": code,
+    }
+    print_json(summary | ran)
     return code
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import typer
@@ -19,6 +22,7 @@ __all__ = [
     "FAILED",
     "INTERRUPTED",
     "ROWS_FAILED",
+    "TERMINATED",
     "EndsWithJson",
     "ends_with_json",
     "fail",
@@ -33,7 +37,9 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
-DONE, ROWS_FAILED, FAILED, INTERRUPTED = 0, 1, 2, 130
+DONE, ROWS_FAILED, FAILED = 0, 1, 2
+# As shells count: 128 and the signal's number.
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 ADVICE = {"unauthorized": "set WLLM_API_KEY to the application's key"}
 
 
@@ -86,23 +92,46 @@ def _reporting(
 ) -> Callable[P, Result]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
-        try:
-            return command(*args, **kwargs)
-        except WLLMError as error:
-            _say_error(error)
-            tell(_failure(error))
-            raise typer.Exit(FAILED) from None
-        except KeyboardInterrupt:
-            say("interrupted; what is written stays, and running again goes on from there")
-            tell({"status": "interrupted", "exit_code": INTERRUPTED})
-            raise typer.Exit(INTERRUPTED) from None
-        except (typer.Exit, typer.Abort, typer.BadParameter):
-            raise
-        except Exception as error:  # noqa: BLE001 (the last border of the process)
-            tell(_failure(_say_unexpected(error)))
-            raise typer.Exit(FAILED) from None
+        with _sigterm_interrupts() as interrupted_code:
+            try:
+                return command(*args, **kwargs)
+            except WLLMError as error:
+                _say_error(error)
+                tell(_failure(error))
+                raise typer.Exit(FAILED) from None
+            except KeyboardInterrupt:
+                code = interrupted_code()
+                say("interrupted; what is written stays, and running again goes on from there")
+                tell({"status": "interrupted", "exit_code": code})
+                raise typer.Exit(code) from None
+            except (typer.Exit, typer.Abort, typer.BadParameter):
+                raise
+            except Exception as error:  # noqa: BLE001 (the last border of the process)
+                tell(_failure(_say_unexpected(error)))
+                raise typer.Exit(FAILED) from None
 
     return run
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[Callable[[], int]]:
+    """Let SIGTERM do what SIGINT does; yields what tells the exit code of an interruption."""
+    code = INTERRUPTED
+
+    def interrupt(_number: int, frame: FrameType | None) -> None:
+        nonlocal code
+        code = TERMINATED
+        # Called rather than sent: a shell's background jobs ignore SIGINT.
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler):
+            raise KeyboardInterrupt
+        handler(signal.SIGINT, frame)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield lambda: code
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _say_error(error: WLLMError) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import httpx
 from pydantic import BaseModel
 
 from wllm_ray.client.connection import Connection
@@ -24,6 +23,7 @@ from wllm_ray.errors import (
 __all__ = ["ApplicationState", "Dashboard", "expect_starting", "wait_ready"]
 
 POLL_S = 0.5
+PROBE_TIMEOUT_S = 5.0
 # An application that is UNHEALTHY has run before, and Ray goes on replacing its replicas.
 FAILED_STATES = ("DEPLOY_FAILED",)
 # While an application starts, Ray Serve's proxy knows no route to it and answers 404.
@@ -112,7 +112,7 @@ async def wait_ready(
     before = ""
     while True:
         try:
-            await connection.once("GET", "/readyz", timeout=httpx.Timeout(5.0))
+            await connection.once("GET", "/readyz", timeout=PROBE_TIMEOUT_S)
         except NOT_YET as error:
             seen = _seen(error, connection.address)
         else:
@@ -135,6 +135,8 @@ def _seen(error: WLLMError, address: str) -> str:
         return f"no answer from {address}: nothing listens there yet"
     if error.code == "route_not_found":
         return f"{address} answers, but knows no application yet"
+    if error.code == "deadline_exceeded":
+        return f"{address} is there, but /readyz did not answer in time"
     return error.message
 
 

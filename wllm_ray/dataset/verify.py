@@ -52,7 +52,7 @@ class VerifyReport:
         notes: What is no fault: files that no record names.
         files: How many files were checked.
         bytes: Their sizes together.
-        advice: What to do about the faults, if there are any.
+        advice: What to do about the faults; empty where there are none.
     """
 
     dataset_id: str
@@ -60,7 +60,7 @@ class VerifyReport:
     notes: tuple[str, ...]
     files: int
     bytes: int
-    advice: str = _RESTORE
+    advice: str
 
     @property
     def ok(self) -> bool:
@@ -151,6 +151,7 @@ def verify_files(files: DatasetFiles) -> VerifyReport:
         notes=_notes(store, manifest.dataset_id),
         files=2 + sum(1 + len(shard.files) for shard in manifest.shards),
         bytes=manifest.bytes,
+        advice=_RESTORE if findings.faults else "",
     )
 
 

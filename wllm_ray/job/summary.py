@@ -70,7 +70,7 @@ def summary_of(
         "rows_failed": permanent,
         "rows_to_retry": len(outcome.transient),
         "shards": len(spec.shards),
-        "shards_written": len(outcome.receipts),
+        "shards_staged": len(outcome.receipts),
         "failures_by_code": dict(sorted(Counter(one["code"] for one in failures).items())),
         "content_sha256": manifest.content_sha256 if manifest else None,
         "manifest_sha256": manifest.manifest_sha256 if manifest else None,
