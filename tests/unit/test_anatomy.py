@@ -162,13 +162,13 @@ class Model(nn.Module):
         return self.norm(stream)
 
 
-def dissected(*makers):
-    """The anatomy of a model of such blocks, and the model."""
+def dissected(*makers, offset=0.0, dtype=torch.float32):
+    """The anatomy of a model of such blocks, and the model; ``offset`` is added to its stream."""
     torch.manual_seed(5)
-    model = Model(*(make() for make in makers))
+    model = Model(*(make() for make in makers)).to(dtype)
     lists = find_block_lists(model, len(makers))
     with torch.inference_mode(), Probe(model, lists, HIDDEN, TOKENS) as probe:
-        model(torch.randn(TOKENS, HIDDEN))
+        model((torch.randn(TOKENS, HIDDEN) + offset).to(dtype))
     with torch.inference_mode():
         topology = settle(probe.log, lists, dict(model.named_modules()))
         return dissect(probe.log, topology), model

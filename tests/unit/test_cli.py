@@ -509,19 +509,20 @@ def test_settings_that_would_not_work_fail(settings, name, said, tmp_path, monke
 
 @pytest.mark.requirement("L-1")
 @pytest.mark.parametrize(
-    ("missing", "what"),
+    ("missing", "what", "advice"),
     [
-        ("config.json", "config.json"),
-        ("tokenizer.json", "tokenizer"),
-        ("model.safetensors", "weights"),
+        ("config.json", "config.json", "the model cannot be loaded without"),
+        ("tokenizer.json", "tokenizer", "rows of text cannot be tokenised without"),
+        ("model.safetensors", "weights", "the model cannot be loaded without"),
     ],
 )
-def test_a_model_with_a_missing_file_fails_and_names_it(tmp_path, missing, what):
+def test_a_model_with_a_missing_file_fails_and_names_it(tmp_path, missing, what, advice):
     folder = write_model(tmp_path / "m")
     (folder / missing).unlink()
     check = checks(model=str(folder))["model files"]
     assert check.status == "fail"
     assert what in check.found
+    assert check.advice.startswith(advice)
 
 
 @pytest.mark.requirement("L-1")

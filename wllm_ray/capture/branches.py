@@ -8,6 +8,7 @@ bit, but for the order of addition. Nothing else explains thousands of numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
@@ -24,6 +25,7 @@ __all__ = [
     "add_up",
     "exactness",
     "explain",
+    "explains",
     "find_branches",
     "off_by_rounding",
     "same",
@@ -32,10 +34,14 @@ __all__ = [
 # Of all numbers, how many must come out to the bit; the rest may differ by the order of addition.
 EXACT_SHARE = 0.98
 _MAX_BRANCHES = 3
+# More choices than these are not looked at: with so many, some would fit by chance.
+_MOST_CHOICES = 400_000
+_MOST_CANDIDATES = 200
 # How much further off the second best must be where the best is not exact.
 _CLEARLY = 4.0
 # How many numbers are looked at before all of them are.
 _GLANCED = 256
+_AT_ONCE = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +108,12 @@ def find_branches(block: Block) -> list[Branch]:
 
 
 def explain(block: Block, branches: Sequence[Branch]) -> list[Branch] | None:
-    """The fewest branches that lead from the stream before to the stream after."""
+    """The fewest branches that lead from the stream before to the stream after.
+
+    None where there are none, and where it cannot be told: every branch must be needed, and no
+    other choice may do as well. A stream so large that it swallows its branches in rounding is
+    explained by anything.
+    """
     factors: list[float | None] = [None, *sorted(block.call.factors)]
     scaled = [
         Branch(one.event, one.path, one.value, factor, one.bias)
@@ -111,20 +122,34 @@ def explain(block: Block, branches: Sequence[Branch]) -> list[Branch] | None:
     ]
     look = _Glance(block, scaled)
     for count in range(1, _MAX_BRANCHES + 1):
-        groups = [
-            [scaled[place] for place in group]
-            for group in look.candidates(len(branches), len(factors), count)
-        ]
-        if chosen := _exact(block, groups) or _nearest(block, groups):
-            return chosen
+        groups = look.candidates(len(branches), len(factors), count)
+        if groups is None or len(groups) > _MOST_CANDIDATES:
+            return None
+        choices = [[scaled[place] for place in group] for group in groups]
+        exact = [group for group in choices if exactness(block, group) >= EXACT_SHARE]
+        if exact:
+            return _certain(block, min(exact, key=_plainness), exact)
+        if nearest := _nearest(block, choices):
+            return _certain(block, nearest, [nearest])
     return None
 
 
-def _exact(block: Block, groups: Sequence[list[Branch]]) -> list[Branch] | None:
-    """The plainest of those that give the stream after to the bit."""
-    shares = [exactness(block, group) for group in groups]
-    exact = [group for group, share in zip(groups, shares, strict=True) if share >= EXACT_SHARE]
-    return min(exact, key=_plainness, default=None)
+def explains(block: Block, branches: Sequence[Branch]) -> bool:
+    """Whether these branches give the stream after, to the bit or but for rounding."""
+    if exactness(block, branches) >= EXACT_SHARE:
+        return True
+    terms = [block.before, *(branch.added for branch in branches)]
+    return any(off_by_rounding(total, block.after, terms) for total in _totals(block, branches))
+
+
+def _certain(
+    block: Block, chosen: list[Branch], exact: Sequence[list[Branch]]
+) -> list[Branch] | None:
+    """The choice, where each branch is needed and whatever else does as well adds the same."""
+    if any(explains(block, [other for other in chosen if other is not one]) for one in chosen):
+        return None
+    values = {tuple(sorted(_bytes(branch.added) for branch in group)) for group in exact}
+    return chosen if len(values) <= 1 else None
 
 
 def _plainness(group: Sequence[Branch]) -> tuple[int, int]:
@@ -174,8 +199,13 @@ class _Glance:
         added = [branch.added.reshape(-1)[picked].double() for branch in scaled]
         self._added = torch.stack(added) if added else torch.empty(0, _GLANCED).double()
 
-    def candidates(self, branches: int, factors: int, count: int) -> list[tuple[int, ...]]:
-        """Choices of ``count`` branches, each with one factor, that may explain the block."""
+    def candidates(self, branches: int, factors: int, count: int) -> list[tuple[int, ...]] | None:
+        """Choices of ``count`` branches, each with one factor, that may explain the block.
+
+        None where there are too many to try.
+        """
+        if math.comb(branches, count) * factors**count > _MOST_CHOICES:
+            return None
         groups = [
             tuple(branch * factors + factor for branch, factor in zip(chosen, used, strict=True))
             for chosen in combinations(range(branches), count)
@@ -183,12 +213,15 @@ class _Glance:
         ]
         if not groups:
             return []
-        chosen = self._added[torch.tensor(groups)]
+        near = torch.cat([self._near(part) for part in torch.tensor(groups).split(_AT_ONCE)])
+        return [groups[i] for i in torch.nonzero(near).flatten().tolist()]
+
+    def _near(self, groups: torch.Tensor) -> torch.Tensor:
+        chosen = self._added[groups]
         # Each addition rounds by half a unit of what has been added up by then.
         size = self._before.abs() + chosen.abs().sum(dim=1)
         off = (chosen.sum(dim=1) - self._gap).abs()
-        near = (off <= (count + 1) * self._eps * size).all(dim=1)
-        return [groups[i] for i in torch.nonzero(near).flatten().tolist()]
+        return (off <= (groups.shape[1] + 1) * self._eps * size).all(dim=1)
 
 
 def exactness(block: Block, branches: Sequence[Branch]) -> float:
@@ -201,7 +234,7 @@ def _totals(block: Block, branches: Sequence[Branch]) -> Iterator[torch.Tensor]:
     added = [branch.added for branch in branches]
     before = block.before
     yield add_up([before, *added])
-    if len(added) == 1:
+    if len(added) <= 1:
         return
     yield add_up([before, *reversed(added)])
     yield before + add_up(added)

@@ -134,8 +134,8 @@ def _best_sum(
     first: torch.Tensor, added: Sequence[torch.Tensor], last: torch.Tensor
 ) -> torch.Tensor:
     """The sum in the order of addition that comes nearest."""
-    sums = []
-    for order in permutations(added):
+    sums = [] if added else [first]
+    for order in permutations(added) if added else ():
         sums += [add_up([first, *order]), first + add_up(order)]
     return max(sums, key=lambda total: float((total == last).double().mean()))
 

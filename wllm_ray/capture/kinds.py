@@ -14,12 +14,15 @@ from torch import nn
 __all__ = ["Kind", "block_type", "classify", "only_shapes"]
 
 _MIXER = re.compile(
-    r"linear_?attn|linear_?attention|delta_?net|kda|short_?conv|rwkv|retention|lightning",
+    r"linear_?attn|linear_?attention|delta_?net|kda|short_?conv|rwkv|retention|lightning|recurrent|rg_?lru",
     re.IGNORECASE,
 )
 # Not any "ssm": that is in `GptOssMLP`, too.
 _MAMBA = re.compile(r"(?i:mamba)|SSM|(?<![a-zA-Z])ssm")
 _ATTENTION = re.compile(r"attn|attention|mla\b", re.IGNORECASE)
+_FORWARD = re.compile(
+    r"mlp|ffn|feed_?forward|(^|[._ ])ff([._ ]|$)|(^|[._])fc\d|dense|moe|expert|glu", re.IGNORECASE
+)
 _SHAPES = re.compile(r"norm|dropout|identity", re.IGNORECASE)
 _ACTIVATION = re.compile(r"^act|activation", re.IGNORECASE)
 _EXPERTS = re.compile(r"(?<!shared)experts?$|fusedmoe|sparsemoe|moeblock", re.IGNORECASE)
@@ -33,6 +36,7 @@ class Kind(StrEnum):
     MIXER = "mixer"
     MLP = "mlp"
     MOE = "moe"
+    UNKNOWN = "unknown"
 
     @property
     def mixes(self) -> bool:
@@ -61,7 +65,10 @@ def classify(name: str, module: nn.Module) -> Kind:
             return Kind.MAMBA
         if _ATTENTION.search(seen):
             return Kind.ATTENTION
-    return Kind.MOE if _has_experts(module) else Kind.MLP
+    if _has_experts(module):
+        return Kind.MOE
+    # A name that says nothing could be a mixer's as well.
+    return Kind.MLP if _FORWARD.search(text) else Kind.UNKNOWN
 
 
 def _has_experts(module: nn.Module) -> bool:
@@ -81,9 +88,10 @@ def only_shapes(module: nn.Module) -> bool:
 
 def block_type(block: nn.Module) -> str:
     """What a block is made of, in words: ``attention + mlp``."""
-    parts = [
-        classify(name, child).value
+    kinds = [
+        classify(name, child)
         for name, child in block.named_children()
         if not only_shapes(child) and not _ACTIVATION.search(name)
     ]
+    parts = [kind.value for kind in kinds if kind is not Kind.UNKNOWN]
     return " + ".join(dict.fromkeys(parts)) or type(block).__name__

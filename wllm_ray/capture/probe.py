@@ -250,6 +250,7 @@ class Probe:
             call.path, call.output = _first_float(output)
             call.unchanged = _equal(call.first_input, call.output)
             call.first_input = None
+            self.log.times[module] += 1
             if module is self._model:
                 self.log.returned = call.output
 

@@ -36,6 +36,10 @@ def check_sites(subject: Subject) -> tuple[str, str, frozenset[HookSite]]:
         for index, prompt in enumerate(prompts)
     ]
     chunk = subject.capture(rows, tuple(subject.readings), None)
+    # A pruned branch adds zeros, which cannot be told from a capture that went wrong.
+    zero = {site for site, columns in chunk.columns.items() if not chunk.features[:, columns].any()}
+    if zero:
+        chunk = subject.capture(rows, tuple(s for s in subject.readings if s not in zero), None)
     features_of(chunk)
 
     def values(site: HookSite) -> Floats:
@@ -45,16 +49,18 @@ def check_sites(subject: Subject) -> tuple[str, str, frozenset[HookSite]]:
     dtype = getattr(torch, subject.dtype)
     findings: list[Finding] = []
     for layer in range(subject.num_layers):
-        offered = [site.kind for site in subject.readings if site.layer == layer]
+        offered = [site.kind for site in chunk.sites if site.layer == layer]
         findings += check_block(layer, offered, values, dtype)
     broken = [finding for finding in findings if not finding.holds]
-    refused = refused_sites(findings, subject.readings, subject.num_layers)
+    refused = refused_sites(findings, subject.readings, subject.num_layers) | zero
     told = f"{len(findings) - len(broken)} of {len(findings)} hold"
     if findings and not broken:
         told += f", relative L2 at most {max(finding.off for finding in findings):.1e}"
+    if zero:
+        told += f"; zero throughout, not offered: {', '.join(map(str, sorted(zero, key=str)))}"
     for finding in broken[:_LISTED]:
         told += f"; {finding.text} is off by {finding.off:.1e}, not offered"
-    return f"{len(subject.readings)} sites, each read once in every pass", told, refused
+    return f"{len(chunk.sites)} sites, each read once in every pass", told, refused
 
 
 def _check_chain(subject: Subject, values: Callable[[HookSite], Floats]) -> None:

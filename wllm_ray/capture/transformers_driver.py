@@ -33,6 +33,7 @@ from wllm_ray.capture.transformers_batches import (
 )
 from wllm_ray.capture.transformers_model import LoadedModel, ModelCall, logits_of
 from wllm_ray.errors import CaptureError
+from wllm_ray.sites import HookSite
 
 __all__ = ["TransformersDriver"]
 
@@ -72,7 +73,9 @@ class TransformersDriver:
         with torch.no_grad():
             self._settle()
         # The last norm counts as one block more: a pass that is read there needs no head.
-        stops = (*self.topology.blocks, self.topology.final_norm)
+        stops = self.topology.blocks
+        if HookSite(None, "final_norm") in self.anatomy.readings:
+            stops = (*stops, self.topology.final_norm)
         self._bound = DepthBound(self._call, stops)
         readings = self.anatomy.readings
         self._hooks = SiteHooks(readings, stager_for(loaded.device))

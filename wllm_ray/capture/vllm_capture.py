@@ -274,8 +274,9 @@ def _start(loop: EngineLoop) -> None:
                 "leave it out for the model's own length",
                 code="invalid_argument",
             ) from error
+        memory = isinstance(error, MemoryError) or "memory" in str(error).lower()
+        advice = "; lower max_model_len or kv_cache_memory_bytes" if memory else ""
         raise CaptureError(
-            f"vLLM could not load the model ({type(error).__name__}); the log has more. Where it "
-            "is memory, lower max_model_len or kv_cache_memory_bytes",
+            f"vLLM could not load the model ({type(error).__name__}); the log has more{advice}",
             code="capture_failed",
         ) from error

@@ -17,7 +17,7 @@ import torch
 from wllm_ray.capture.admission import MIN_PASS_TOKENS
 from wllm_ray.capture.precision import Precision, dtype_for, use_ieee_matmuls
 from wllm_ray.capture.profiles import check_vllm_version
-from wllm_ray.capture.vllm_worker import prefer_invariant_kernels
+from wllm_ray.capture.vllm_kernels import empty_blocks_before_use, prefer_invariant_kernels
 from wllm_ray.errors import InvalidInputError, NotOfferedError
 
 __all__ = ["BuiltConfig", "EngineOptions", "build_config"]
@@ -96,11 +96,13 @@ class EngineOptions:
                 "allow_unprofiled_vllm needs the self-test: nothing else speaks for such a vLLM",
                 code="invalid_argument",
             )
-        for name in ("max_num_seqs", "threads", "max_model_len"):
+        # Shorter than the least pass, a filler would not fit into the model.
+        least = {"max_num_seqs": 1, "threads": 1, "max_model_len": MIN_PASS_TOKENS}
+        for name, bound in least.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and value < bound:
                 raise InvalidInputError(
-                    f"{name} must be at least 1, found {value}", code="invalid_argument"
+                    f"{name} must be at least {bound}, found {value}", code="invalid_argument"
                 )
 
 
@@ -145,6 +147,7 @@ def build_config(options: EngineOptions) -> BuiltConfig:
     threads = _set_threads(options.threads) if on_cpu else None
     if on_cpu:
         prefer_invariant_kernels()
+        empty_blocks_before_use()
     if options.precision == "matched":
         use_ieee_matmuls()
     config = EngineArgs(**_engine_args(options, on_cpu=on_cpu)).create_engine_config()

@@ -1,7 +1,8 @@
 """The worker extension: where wllm_ray reaches into vLLM, and the only place that patches it.
 
 Every vLLM internal that capture depends on, with the version that it was seen in and what happens
-when it changes. Numbers 1 to 8 and 15 to 17 are used here, 9 to 14 and 18 in
+when it changes. Numbers 1 to 8 and 15 to 17 are used here, 19 in
+:mod:`wllm_ray.capture.vllm_kernels`, 9 to 14 and 18 in
 :mod:`wllm_ray.capture.vllm_config` and :mod:`wllm_ray.capture.vllm_driver`.
 
  1. ``ParallelConfig.worker_extension_cls`` (0.32.0): mixes this class into the worker. A name that
@@ -59,12 +60,15 @@ when it changes. Numbers 1 to 8 and 15 to 17 are used here, 9 to 14 and 18 in
     request that is read before its last token computes all of itself; entries made at one depth
     are not read at another. Gone: fails with the first request. Without effect: coverage fails the
     rows.
+19. ``KVCacheConfig.needs_kv_cache_zeroing`` and the runner's ``_zero_block_ids`` (V1) or
+    ``kv_block_zeroer`` (V2) (0.32.0): on CPU, attention multiplies what an earlier request left in
+    a block by zero, and a NaN stays one. So blocks are emptied before they are used again. Gone or
+    without effect: after a row with NaN, other rows fail with ``non_finite``.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -81,21 +85,12 @@ from wllm_ray.capture.probe import Probe
 from wllm_ray.capture.router import Pass
 from wllm_ray.capture.staging import stager_for
 from wllm_ray.capture.topology import Topology, settle
-from wllm_ray.errors import CaptureError
+from wllm_ray.capture.vllm_kernels import empty_blocks_with
+from wllm_ray.errors import CaptureError, NotOfferedError
 
-__all__ = ["CaptureExtension", "WorkerFacts", "prefer_invariant_kernels"]
+__all__ = ["CaptureExtension", "WorkerFacts"]
 
 _log = logging.getLogger(__name__)
-
-
-def prefer_invariant_kernels() -> None:
-    """On CPU, choose matrix kernels whose results do not depend on the number of rows (15)."""
-    from vllm.model_executor.layers import utils
-
-    if hasattr(utils, "_CPU_SGL_GEMM_MAX_WEIGHT_BYTES"):
-        utils._CPU_SGL_GEMM_MAX_WEIGHT_BYTES = sys.maxsize  # noqa: SLF001
-    else:
-        _log.warning("this vLLM chooses its matrix kernels in a way that is not known here")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +138,7 @@ class CaptureExtension:
             num_tokens: How many tokens it has.
         """
         facts, model = self.wllm_facts(), self.model_runner.model
+        _refuse_rescaled_stream(facts, self.vllm_config.model_config.hf_text_config)
         lists = find_block_lists(model, facts.num_layers)
         with Probe(model, lists, facts.hidden_size, num_tokens) as probe:
             run_probe_pass()
@@ -153,6 +149,8 @@ class CaptureExtension:
     def wllm_install(self, topology: Topology, anatomy: Anatomy) -> PassCapture:
         """Follow the runner's passes from now on."""
         runner = self.model_runner
+        if self.wllm_facts().device.type == "cpu":
+            empty_blocks_with(runner, self.vllm_config)
         hooks = SiteHooks(anatomy.readings, stager_for(self.wllm_facts().device))
         capture = PassCapture(hooks, DepthBound(runner.model, topology.blocks))
         _follow_passes(runner, capture)
@@ -182,6 +180,17 @@ class CaptureExtension:
                 torch.log_softmax(logits.float(), dim=-1).cpu().numpy()
             )
         return result
+
+
+def _refuse_rescaled_stream(facts: WorkerFacts, text_config: Any) -> None:
+    """VLLM divides DeepSeek's whole stream by this factor in float16, so that it fits."""
+    factor = getattr(text_config, "routed_scaling_factor", 1.0)
+    if facts.dtype == torch.float16 and "Deepseek" in facts.architecture and factor != 1.0:
+        raise NotOfferedError(
+            f"vLLM runs {facts.architecture} in float16 with its stream divided by {factor:g}; use "
+            "bfloat16 or float32",
+            code="feature_not_offered",
+        )
 
 
 def _follow_passes(runner: Any, capture: PassCapture) -> None:

@@ -40,7 +40,12 @@ def check_model(settings: Settings) -> Iterator[Check]:
         return
     missing = [what for what, patterns in NEEDED_FILES.items() if not _any_file(folder, patterns)]
     if missing:
-        advice = "the model cannot be loaded without; copy or download it again"
+        lack = (
+            "rows of text cannot be tokenised without"
+            if missing == ["tokenizer"]
+            else "the model cannot be loaded without"
+        )
+        advice = f"{lack}; copy or download it again"
         yield Check("model files", "fail", f"{folder}: no {', no '.join(missing)}", advice)
     else:
         yield Check("model files", "ok", str(folder))
