@@ -12,6 +12,7 @@ from test_anatomy import (
     STREAM,
     TOKENS,
     Attention,
+    AttentionOnly,
     MambaMixer,
     Sandwich,
     Scaled,
@@ -136,6 +137,45 @@ class ScaledOtherwise(Scaled):
     multiplier = 0.5
 
 
+class Gated(Sequential):
+    """Adds the feed-forward times a vector: no module's output is what is added."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.rand(HIDDEN))
+
+    def forward(self, stream):
+        stream = stream + self.self_attn(self.input_layernorm(stream))
+        return stream + self.mlp(self.post_attention_layernorm(stream)) * self.gate
+
+
+class GatedAlone(nn.Module):
+    """One output as wide as the stream, which is not what is added."""
+
+    def __init__(self):
+        super().__init__()
+        self.self_attn, self.gate = Attention(), nn.Parameter(torch.rand(HIDDEN))
+
+    def forward(self, stream):
+        return stream + self.self_attn(stream) * self.gate
+
+
+class Nudge(nn.Module):
+    def forward(self, branch):
+        return branch + branch * 2**-22
+
+
+class Nudged(AttentionOnly):
+    """Two outputs that differ by less than the sum shows; the second is added."""
+
+    def __init__(self):
+        super().__init__()
+        self.nudge = Nudge()
+
+    def forward(self, stream):
+        return stream + self.nudge(self.mixer(self.norm(stream)))
+
+
 def told(anatomy, layer):
     """Kind → how it is read, without the number of the layer."""
     return {
@@ -167,6 +207,23 @@ def test_where_every_stream_swallows_its_branches_nothing_but_it_is_offered(bloc
     anatomy, _ = dissected(block, block, block, offset=HUGE, dtype=torch.bfloat16)
     assert [kinds_of(anatomy, layer) for layer in range(3)] == [STREAM] * 3
     assert anatomy.unexplained == (0, 1, 2)
+
+
+def test_a_branch_that_the_sum_does_not_need_is_not_offered():
+    """The only one that could have been added, but the stream is the same without it."""
+    anatomy, _ = dissected(GatedAlone, GatedAlone, offset=HUGE, dtype=torch.bfloat16)
+    assert kinds_of(anatomy, 0) == kinds_of(anatomy, 1) == STREAM
+
+
+def test_a_branch_with_a_rival_is_not_offered():
+    anatomy, _ = dissected(Nudged, Nudged, offset=100.0)
+    assert kinds_of(anatomy, 0) == kinds_of(anatomy, 1) == STREAM
+
+
+def test_a_block_whose_sum_contradicts_its_sibling_does_not_take_its_sites():
+    anatomy, _ = dissected(Sequential, Gated, Sequential)
+    assert kinds_of(anatomy, 0) == SEQUENTIAL
+    assert kinds_of(anatomy, 1) == SEQUENTIAL - {"mlp_out"}
 
 
 def test_a_mixer_whose_name_says_nothing_is_not_called_a_feed_forward():

@@ -81,6 +81,7 @@ def _blocks(log: ProbeLog, topology: Topology) -> Iterator[Block]:
         block = Block(
             layer, f"{topology.blocks_name}.{layer}", call, entering.to(leaving.dtype), leaving
         )
+        block.made_as = type(topology.blocks[layer]).__name__
         # A module that ran more than once in the pass belongs to no single place.
         block.events = [event for event in call.events if log.times[event.module] == 1]
         yield block

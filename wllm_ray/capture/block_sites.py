@@ -70,11 +70,11 @@ def _richest(
 
 
 def _build(block: Block) -> tuple[object, ...]:
-    """The modules of a block that ran, in order, and its constants: they may differ by layer."""
+    """A block's class, the modules of it that ran, in order, and its constants."""
     parts = [event for event in block.events if "." not in event.name]
     ordered = sorted(parts, key=lambda event: event.began)
     modules = tuple((event.name, type(event.module).__name__) for event in ordered)
-    return modules, tuple(sorted(block.call.factors))
+    return block.made_as, modules, tuple(sorted(block.call.factors))
 
 
 def _moved(branches: Sequence[Branch], block: Block) -> list[Branch] | None:

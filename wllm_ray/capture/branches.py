@@ -78,6 +78,7 @@ class Block:
         call: What was seen of it.
         before, after: [T, D], the stream that it was given and that it left.
         events: The calls inside it of modules that ran once in the pass.
+        made_as: The block's class.
     """
 
     layer: int
@@ -86,6 +87,7 @@ class Block:
     before: torch.Tensor
     after: torch.Tensor
     events: list[Event] = field(default_factory=list)
+    made_as: str = ""
 
 
 def find_branches(block: Block) -> list[Branch]:
