@@ -1,8 +1,8 @@
-"""The worker extension: where wllm_ray reaches into vLLM, and the only place that patches it.
+"""The worker extension: where wllm_ray reaches into vLLM, and the catalogue of what it relies on.
 
 Every vLLM internal that capture depends on, with the version that it was seen in and what happens
-when it changes. Numbers 1 to 8 and 15 to 17 are used here, 19 in
-:mod:`wllm_ray.capture.vllm_kernels`, 9 to 14 and 18 in
+when it changes. Numbers 1 to 8 are used here, 15 and 19 in :mod:`wllm_ray.capture.vllm_kernels`, 16
+and 17 in :mod:`wllm_ray.capture.vllm_head`, 9 to 14 and 18 in
 :mod:`wllm_ray.capture.vllm_config` and :mod:`wllm_ray.capture.vllm_driver`.
 
  1. ``ParallelConfig.worker_extension_cls`` (0.32.0): mixes this class into the worker. A name that
@@ -85,6 +85,7 @@ from wllm_ray.capture.probe import Probe
 from wllm_ray.capture.router import Pass
 from wllm_ray.capture.staging import stager_for
 from wllm_ray.capture.topology import Topology, settle
+from wllm_ray.capture.vllm_head import leave_out_head_v1, leave_out_head_v2
 from wllm_ray.capture.vllm_kernels import empty_blocks_with
 from wllm_ray.errors import CaptureError, NotOfferedError
 
@@ -198,10 +199,10 @@ def _follow_passes(runner: Any, capture: PassCapture) -> None:
     read: Callable[..., Pass]
     if hasattr(runner, "_prepare_inputs"):
         name, read = "_prepare_inputs", _read_v1
-        _leave_out_head_v1(runner, capture)
+        leave_out_head_v1(runner, capture)
     elif hasattr(runner, "prepare_inputs"):
         name, read = "prepare_inputs", _read_v2
-        _leave_out_head_v2(runner, capture)
+        leave_out_head_v2(runner, capture)
     else:
         raise CaptureError(
             f"the model runner {type(runner).__qualname__} has neither _prepare_inputs (V1) nor "
@@ -223,50 +224,6 @@ def _follow_passes(runner: Any, capture: PassCapture) -> None:
 
     setattr(runner, name, prepare_and_begin)
     runner.execute_model = execute_and_end
-
-
-def _leave_out_head_v1(runner: Any, capture: PassCapture) -> None:
-    """Give every request token 0 in passes in which nobody wants one (16)."""
-    from vllm.v1.outputs import SamplerOutput
-
-    compute_logits, sample = runner.model.compute_logits, runner._sample  # noqa: SLF001
-
-    def logits_or_none(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if capture.headless:
-            return hidden.new_zeros((hidden.shape[0], 1))
-        return compute_logits(hidden, *args, **kwargs)
-
-    def sample_or_not(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if capture.headless:
-            ids = torch.zeros((logits.shape[0], 1), dtype=torch.int32, device=logits.device)
-            return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=None)
-        return sample(logits, *args, **kwargs)
-
-    runner.model.compute_logits = logits_or_none
-    runner._sample = sample_or_not  # noqa: SLF001
-
-
-def _leave_out_head_v2(runner: Any, capture: PassCapture) -> None:
-    """The same for the second runner (17)."""
-    from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
-    from vllm.v1.worker.gpu.sample.output import SamplerOutput
-
-    sample = runner.sample
-
-    def sample_or_not(hidden: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if not capture.headless:
-            return sample(hidden, batch, *args, **kwargs)
-        sampled, rejected = get_num_sampled_and_rejected(
-            batch.seq_lens.new_ones(batch.num_reqs),
-            batch.seq_lens,
-            batch.cu_num_logits,
-            batch.idx_mapping,
-            runner.req_states.prefill_len.gpu,
-        )
-        ids = torch.zeros((batch.num_reqs, 1), dtype=torch.int64, device=runner.device)
-        return SamplerOutput(ids, None, None, sampled, rejected), sampled, rejected
-
-    runner.sample = sample_or_not
 
 
 def _guarded(capture: PassCapture, action: Callable[[], None]) -> None:
