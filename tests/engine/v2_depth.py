@@ -4,32 +4,12 @@ Prints JSON: which blocks, norms and heads ran for which site, sites whose bits 
 passes, and what prompts generate beside captures and alone.
 """
 
-# ruff: noqa: E402, T201 (the environment comes before the imports; the answer is printed)
+# ruff: noqa: I001, T201 (the environment comes first; the answer is printed)
+
+import v2_environment  # noqa: F401 (before anything of vLLM)
 
 import json
-import os
 import sys
-
-os.environ["TRITON_INTERPRET"] = "1"
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-
-import triton.backends
-
-
-class _Driver:
-    @staticmethod
-    def is_active():
-        return True
-
-
-class _Backend:
-    driver = _Driver
-    compiler = None
-
-
-triton.backends.backends["cpu"] = _Backend
 
 import numpy as np
 from conftest import SPLIT, prompts_of, task_of

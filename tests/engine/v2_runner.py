@@ -1,36 +1,16 @@
 """Runs vLLM's second model runner, the GPU's own routing code, on the CPU; a program of its own.
 
-It needs Triton's interpreter before vLLM is imported, so it cannot share a process with V1. Prints
-JSON: the runner's class, the self-test's class, sites that are missing or should not be there, and
-the largest distance of any site at any token from Transformers.
+It cannot share a process with V1. Prints JSON: the runner's class, the self-test's class, sites
+that are missing or should not be there, and the largest distance of any site at any token from
+Transformers.
 """
 
-# ruff: noqa: E402, T201 (the environment comes before the imports; the answer is printed)
+# ruff: noqa: I001, T201 (the environment comes first; the answer is printed)
+
+import v2_environment  # noqa: F401 (before anything of vLLM)
 
 import json
-import os
 import sys
-
-os.environ["TRITON_INTERPRET"] = "1"
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-
-import triton.backends
-
-
-class _Driver:
-    @staticmethod
-    def is_active():
-        return True
-
-
-class _Backend:
-    driver = _Driver
-    compiler = None
-
-
-triton.backends.backends["cpu"] = _Backend
 
 from conftest import SPLIT, capture_everything, prompts_of, relative_l2
 from reference import Reference

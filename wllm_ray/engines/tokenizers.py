@@ -57,12 +57,20 @@ class NoTokenizer:
         Raises:
             InvalidInputError: Always.
         """
-        raise InvalidInputError(
-            "the engine was given a module without a tokenizer, so prompts cannot be read; pass "
-            "`tokenizer=`, a name, a path or a loaded one, or send token_ids",
-            code="invalid_argument",
-        )
+        raise _no_tokenizer()
 
     def encode_messages(self, _messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Never called: without a template, messages are refused row by row."""
-        raise NotImplementedError
+        """Refuse; without a template, messages are refused row by row before this.
+
+        Raises:
+            InvalidInputError: Always.
+        """
+        raise _no_tokenizer()
+
+
+def _no_tokenizer() -> InvalidInputError:
+    return InvalidInputError(
+        "the engine was given a module without a tokenizer, so text cannot be read; pass "
+        "`tokenizer=`, a name, a path or a loaded one, or send token_ids",
+        code="invalid_argument",
+    )
