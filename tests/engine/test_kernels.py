@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from wllm_ray.capture.vllm_worker import prefer_invariant_kernels
+from wllm_ray.capture.vllm_kernels import prefer_invariant_kernels
 
 pytestmark = pytest.mark.requirement("D-3", "C-11")
 
