@@ -1,6 +1,6 @@
 """The reference itself: its sites add up, and are what Transformers calls hidden states.
 
-No vLLM here. Were a layout wrong, test_sites.py would blame the engine.
+No vLLM here. Were a layout wrong, test_every_site.py would blame the engine.
 """
 
 import numpy as np
