@@ -299,7 +299,10 @@ async def test_a_models_card_holds_what_a_client_needs_to_plan():
         ({"layers": [3], "site": "mamba_out"}, "mlp_out; blocks with mamba_out: 2"),
         ({"layers": [2], "site": "attn_out"}, "block 2 of FakeForCausalLM is 'mamba'"),
         ({"sites": ["L2_resid_mid"]}, "block 2 of FakeForCausalLM is 'mamba'"),
-        ({"sites": ["L1_moe_out"]}, "L1_moe_out is not offered on FakeForCausalLM; offered kinds"),
+        (
+            {"sites": ["L1_moe_out"]},
+            "L1_moe_out is not offered on FakeForCausalLM, whose block 1 is 'attention + mlp'",
+        ),
     ],
 )
 async def test_a_site_that_a_block_does_not_have_is_refused_with_the_blocks_type(changes, said):

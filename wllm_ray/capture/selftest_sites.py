@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from wllm_ray.capture.coverage import RowsWanted
+from wllm_ray.capture.coverage import ChunkCapture, RowsWanted
 from wllm_ray.capture.identities import Finding, check_block, check_stream, refused_sites
 from wllm_ray.capture.proof import (
     Floats,
@@ -37,7 +37,7 @@ def check_sites(subject: Subject) -> tuple[str, str, frozenset[HookSite]]:
     ]
     chunk = subject.capture(rows, tuple(subject.readings), None)
     # A pruned branch adds zeros, which cannot be told from a capture that went wrong.
-    zero = {site for site, columns in chunk.columns.items() if not chunk.features[:, columns].any()}
+    zero = _branches_of_zeros(chunk)
     if zero:
         chunk = subject.capture(rows, tuple(s for s in subject.readings if s not in zero), None)
     features_of(chunk)
@@ -61,6 +61,16 @@ def check_sites(subject: Subject) -> tuple[str, str, frozenset[HookSite]]:
     for finding in broken[:_LISTED]:
         told += f"; {finding.text} is off by {finding.off:.1e}, not offered"
     return f"{len(chunk.sites)} sites, each read once in every pass", told, refused
+
+
+def _branches_of_zeros(chunk: ChunkCapture) -> set[HookSite]:
+    """Branches that were captured everywhere and are zero throughout; the stream never is."""
+    captured = (chunk.counts == 1).all(axis=0)
+    return {
+        site
+        for site, there in zip(chunk.sites, captured, strict=True)
+        if there and "_out" in site.kind and not chunk.features[:, chunk.columns[site]].any()
+    }
 
 
 def _check_chain(subject: Subject, values: Callable[[HookSite], Floats]) -> None:
