@@ -14,7 +14,7 @@ from torch import nn
 __all__ = ["Kind", "block_type", "classify", "only_shapes"]
 
 _MIXER = re.compile(
-    r"linear_?attn|linear_?attention|delta_?net|kda|short_?conv|rwkv|retention|lightning|recurrent|rg_?lru",
+    r"linear_?attn|linear_?attention|delta_?net|kda|short_?conv|rwkv|retention|lightning|recurrent_?block|rg_?lru",
     re.IGNORECASE,
 )
 # Not any "ssm": that is in `GptOssMLP`, too.
