@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from wllm_ray.capture.anatomy import Anatomy
 from wllm_ray.capture.coverage import ChunkCapture, RowsWanted
 from wllm_ray.capture.reading import Reading
+from wllm_ray.capture.request import support_of
 from wllm_ray.errors import CaptureError
 from wllm_ray.records import EngineDescription, ModelIdentity, SelfTestReport, TokenizerIdentity
 from wllm_ray.sites import HookSite
@@ -25,6 +27,7 @@ __all__ = [
     "failed",
     "features_of",
     "probe_prompts",
+    "proven",
     "two_positions",
 ]
 
@@ -116,6 +119,25 @@ class Proof:
     report: SelfTestReport
     refused: frozenset[HookSite]
     depth_bounded: bool
+
+
+def proven(
+    proof: Proof, anatomy: Anatomy, description: EngineDescription
+) -> tuple[Anatomy, EngineDescription]:
+    """What is left to read, and what an engine may say of itself: what was proven, no more."""
+    left = anatomy.without(proof.refused)
+    fingerprint = description.fingerprint.model_copy(
+        update={"reproducibility": proof.report.reproducibility}
+    )
+    told = description.model_copy(
+        update={
+            "sites": support_of(left.readings),
+            "depth_bounded": proof.depth_bounded,
+            "fingerprint": fingerprint,
+            "selftest": proof.report,
+        }
+    )
+    return left, told
 
 
 def features_of(chunk: ChunkCapture) -> list[Floats]:

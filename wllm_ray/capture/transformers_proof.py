@@ -13,7 +13,7 @@ from wllm_ray.capture.anatomy import Anatomy
 from wllm_ray.capture.coverage import ChunkCapture, RowsWanted, SitesWanted
 from wllm_ray.capture.facts import device_name, dtype_name
 from wllm_ray.capture.precision import Precision
-from wllm_ray.capture.proof import NOT_TESTED, Names, Subject
+from wllm_ray.capture.proof import NOT_TESTED, Names, Subject, proven
 from wllm_ray.capture.request import POSITIONS, support_of
 from wllm_ray.capture.selftest import run_selftest
 from wllm_ray.capture.transformers_driver import TransformersDriver
@@ -110,18 +110,8 @@ def prove(
             bounds_depth=description.depth_bounded,
         )
     )
-    driver.anatomy = driver.anatomy.without(proof.refused)
-    fingerprint = description.fingerprint.model_copy(
-        update={"reproducibility": proof.report.reproducibility}
-    )
-    return description.model_copy(
-        update={
-            "sites": support_of(driver.anatomy.readings),
-            "depth_bounded": proof.depth_bounded,
-            "fingerprint": fingerprint,
-            "selftest": proof.report,
-        }
-    )
+    driver.anatomy, told = proven(proof, driver.anatomy, description)
+    return told
 
 
 def _versions() -> dict[str, str]:

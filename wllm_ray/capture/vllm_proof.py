@@ -14,7 +14,7 @@ from wllm_ray.capture.facts import (
     library_versions,
     vllm_version,
 )
-from wllm_ray.capture.proof import NOT_TESTED, Names, Sites, Subject
+from wllm_ray.capture.proof import NOT_TESTED, Names, Sites, Subject, proven
 from wllm_ray.capture.request import POSITIONS, support_of
 from wllm_ray.capture.selftest import run_selftest
 from wllm_ray.capture.vllm_config import EngineOptions
@@ -98,16 +98,4 @@ def prove(
             reads_cache=options.prefix_caching,
         )
     )
-    anatomy = driver.anatomy.without(proof.refused)
-    fingerprint = description.fingerprint.model_copy(
-        update={"reproducibility": proof.report.reproducibility}
-    )
-    proven = description.model_copy(
-        update={
-            "sites": support_of(anatomy.readings),
-            "depth_bounded": proof.depth_bounded,
-            "fingerprint": fingerprint,
-            "selftest": proof.report,
-        }
-    )
-    return anatomy, proven
+    return proven(proof, driver.anatomy, description)
