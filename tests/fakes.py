@@ -310,6 +310,7 @@ def serving(app: Any, port: int | None = None) -> Iterator[str]:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port or 0))
+    listener.listen(128)  # who calls before the server's thread has begun waits in the backlog
     config = uvicorn.Config(app, log_level="error", lifespan="off", ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
