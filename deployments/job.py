@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,8 +23,12 @@ from wllm_ray.backend import capturer
 from wllm_ray.cli.options import (
     BatchSize,
     DatasetId,
+    Dtype,
+    Format,
+    FullTrace,
     Layers,
     Layout,
+    Mixed,
     Position,
     Resume,
     RowsPerShard,
@@ -42,7 +46,7 @@ from wllm_ray.job.progress import ProgressLines
 from wllm_ray.job.rows_file import RowsFile
 from wllm_ray.job.run import Job, JobOutcome, RunOptions, run_job
 from wllm_ray.job.source import NamedRows, SourcePlan, read_shards, spec_of
-from wllm_ray.schema import ShardLayout
+from wllm_ray.schema import StorageOptions
 
 __all__ = ["main"]
 
@@ -72,11 +76,10 @@ class Asked:
     sites: list[str] | None
     position: str
     dataset_id: str | None
-    rows_per_shard: int | None
-    shard_layout: ShardLayout
+    storage: StorageOptions
     batch_size: int | Literal["auto"]
     resume: bool
-    storage: str | None
+    root_uri: str | None
 
     def plan(self, offer: Offer, source: RowsFile) -> SourcePlan:
         """What is asked of this application.
@@ -91,16 +94,13 @@ class Asked:
             sites=self.sites,
             position=self.position,
         )
-        limits = offer.limits.shard
-        if self.rows_per_shard is not None:
-            limits = replace(limits, max_rows=self.rows_per_shard)
         return SourcePlan(
             offer.description,
             selection,
             source,
             self.dataset_id,
-            limits,
-            shard_layout=self.shard_layout,
+            offer.limits.shard,
+            self.storage,
         )
 
     def root(self, offer: Offer) -> str:
@@ -109,7 +109,7 @@ class Asked:
         Raises:
             StorageError: Neither the command nor the application names a storage root.
         """
-        root = self.storage or offer.storage_root
+        root = self.root_uri or offer.storage_root
         if root is None:
             raise StorageError(
                 "the application has no storage root of its own; name one with --storage",
@@ -129,6 +129,10 @@ def job(  # noqa: PLR0913 (one option per thing that can be asked)
     batch_size: BatchSize = "auto",
     rows_per_shard: RowsPerShard = None,
     shard_layout: Layout = "auto",
+    shard_format: Format = "npy",
+    storage_dtype: Dtype = "float32",
+    mixed_fingerprints: Mixed = False,
+    full_trace: FullTrace = False,
     dataset_id: DatasetId = None,
     storage: Storage = None,
     resume: Resume = True,
@@ -148,11 +152,17 @@ def job(  # noqa: PLR0913 (one option per thing that can be asked)
             sites=hook_site,
             position=position,
             dataset_id=dataset_id,
-            rows_per_shard=rows_per_shard,
-            shard_layout=shard_layout,
+            storage=StorageOptions(
+                rows_per_shard=rows_per_shard,
+                shard_layout=shard_layout,
+                shard_format=shard_format,
+                storage_dtype=storage_dtype,
+                mixed_fingerprints=mixed_fingerprints,
+                full_trace=full_trace,
+            ),
             batch_size=batch_size_of(batch_size),
             resume=resume,
-            storage=_absolute(storage),
+            root_uri=_absolute(storage),
         )
         source = RowsFile(rows)
         source.check()
@@ -209,7 +219,7 @@ async def _run(
             done,
         ),
         rows_of=NamedRows(plan, spec),
-        capture=capturer(backend, selection),
+        capture=capturer(backend, plan.captured),
         stage=backend.stage,
         commit=backend.commit,
         isolates=True,

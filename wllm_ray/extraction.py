@@ -11,7 +11,7 @@ import asyncio
 import contextvars
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from wllm_ray.answers import dataset_answer, expect_fits_inline, inline_answer, rows_failed
@@ -31,7 +31,7 @@ from wllm_ray.job.source import rows_of_shard, shards_of
 from wllm_ray.job.summary import permanent_failures
 from wllm_ray.plan import ShardLimits
 from wllm_ray.records import CaptureIdentity, EngineDescription, InputRow, RowFailure, RowRecord
-from wllm_ray.requests import Prepared, prepare
+from wllm_ray.requests import Prepared, prepare, traced
 from wllm_ray.schema import ActivationRequest, ActivationResponse
 from wllm_ray.tokens import Tokenizer, TokenLimits, tokenize_rows
 from wllm_ray.wire import Inline, expect_one_width
@@ -210,17 +210,14 @@ class ExtractionService(Generic[Payload]):
         return await asyncio.to_thread(prepare, request, description, self._tokenizer)
 
     def _spec(self, prepared: Prepared) -> DatasetSpec:
-        limits = self.limits.shard
-        if prepared.request.rows_per_shard is not None:
-            limits = replace(limits, max_rows=prepared.request.rows_per_shard)
         return build_spec(
             prepared.description,
             prepared.selection.identity,
             prepared.rows,
             site_widths=prepared.selection.site_widths,
             dataset_id=prepared.request.dataset_id,
-            limits=limits,
-            shard_layout=prepared.request.shard_layout,
+            limits=self.limits.shard,
+            storage=prepared.request.storage,
         )
 
     def _start(
@@ -253,12 +250,14 @@ class ExtractionService(Generic[Payload]):
             task.exception()  # marks it as seen where nobody waits any more
 
     async def _run(self, spec: DatasetSpec, prepared: Prepared, store: Store) -> JobOutcome:
-        rows = prepared.rows
+        rows, selection = prepared.rows, prepared.selection
+        if spec.trace is not None:
+            selection = traced(prepared.description, selection)
         job = Job(
             spec=spec,
             shards=lambda done: shards_of(rows, spec, done),
             rows_of=lambda number: rows_of_shard(rows, spec, number),
-            capture=capturer(self._backend, prepared.selection),
+            capture=capturer(self._backend, selection),
             stage=self._backend.stage,
             commit=self._backend.commit,
             isolates=True,

@@ -77,6 +77,15 @@ def is_reduced(position: str) -> bool:
     return position == "mean_prompt"
 
 
+def mean_of(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[1, D] float32: the mean over [T, D], what ``mean_prompt`` is.
+
+    Added up position by position, in float32: the order is part of the definition.
+    """
+    total = np.add.reduce(values, axis=0, dtype=np.float32)
+    return np.asarray(total / np.float32(len(values)))[None]
+
+
 def only_last(position: str) -> bool:
     """Whether nothing but the last prompt token is read, whatever the row's length."""
     return position in ("last_prompt", "index:-1")

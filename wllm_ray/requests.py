@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
 from wllm_ray.errors import InvalidInputError, NotFoundError, NotOfferedError
-from wllm_ray.offered import site_widths
+from wllm_ray.offered import offered_sites, site_widths
 from wllm_ray.positions import (
     PositionLike,
     canonical_position,
@@ -25,7 +25,7 @@ from wllm_ray.records import (
     TokenRow,
 )
 from wllm_ray.rows import parse_objects
-from wllm_ray.schema import ActivationRequest, ModelCard
+from wllm_ray.schema import ActivationRequest, ModelCard, StorageOptions
 from wllm_ray.sites import HookSite, resolve_sites
 from wllm_ray.tokens import Tokenizer, TokenLimits, tokenize_rows
 from wllm_ray.validation import field_problems, not_offered
@@ -39,6 +39,7 @@ __all__ = [
     "prepare",
     "read_request",
     "select",
+    "traced",
 ]
 
 # What a replica says of itself, or what a client was told of it.
@@ -178,6 +179,17 @@ def _check_position(position: str, offered: Sequence[str]) -> None:
     )
 
 
+def traced(served: Served, selection: Selection) -> Selection:
+    """What is captured of rows whose traces are kept: every offered site at every token.
+
+    The rows stay those of the request: their identity, and so their digests, do not change.
+    """
+    sites = offered_sites(served)
+    return replace(
+        selection, sites=sites, site_widths=site_widths(served, sites), position="all_prompt"
+    )
+
+
 def capture_task(selection: Selection, rows: Sequence[RowRecord]) -> CaptureTask:
     """What a replica needs of some rows; those without ids are left out."""
     wanted = tuple(TokenRow(row.index, row.token_ids) for row in rows if row.token_ids is not None)
@@ -226,18 +238,22 @@ def _check_offered(request: ActivationRequest, description: EngineDescription) -
             "ask for `replay`",
             code="capture_mode_not_offered",
         )
-    if request.persistence == "full_trace":
-        raise NotOfferedError(
-            "persistence `full_trace` is not offered; ask for `dataset`",
-            code="persistence_not_offered",
-        )
-    if request.storage_dtype != "float32":
-        raise NotOfferedError(
-            f"storage_dtype {request.storage_dtype!r} is not offered; ask for `float32`",
-            code="storage_dtype_not_offered",
-        )
-    if request.shard_format != "npy":
-        raise NotOfferedError(
-            f"shard_format {request.shard_format!r} is not offered; ask for `npy`",
-            code="shard_format_not_offered",
+    _check_storage(request)
+
+
+def _check_storage(request: ActivationRequest) -> None:
+    """Refuse what is said of a dataset where none is asked for."""
+    if request.persistence != "none":
+        return
+    plain, asked = StorageOptions(), request.storage
+    said = [
+        one.name for one in fields(plain) if getattr(asked, one.name) != getattr(plain, one.name)
+    ]
+    said += ["dataset_id"] if request.dataset_id is not None else []
+    if said:
+        raise InvalidInputError(
+            f"{', '.join(said)}: said of a dataset, and persistence `none` makes none; ask for "
+            f"persistence `dataset`, or leave it out (inline features are float32)",
+            stage="parse_rows",
+            details={"fields": said},
         )

@@ -6,10 +6,12 @@ which reports every bad row at once, so they stay plain JSON here.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from wllm_ray.errors import InvalidInputError
 from wllm_ray.records import (
     Fingerprint,
     ModelIdentity,
@@ -29,7 +31,10 @@ __all__ = [
     "ModelList",
     "OfferedSite",
     "RowResult",
+    "ShardFormat",
     "ShardLayout",
+    "StorageDtype",
+    "StorageOptions",
 ]
 
 # Also the reader's rule: a dataset id is one plain path component.
@@ -38,6 +43,55 @@ DATASET_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 MAX_LAYER = 999_999
 DatasetId = Annotated[str, StringConstraints(pattern=DATASET_ID_PATTERN)]
 ShardLayout: TypeAlias = Literal["auto", "stacked", "per_site"]
+ShardFormat: TypeAlias = Literal["npy", "arrow"]
+StorageDtype: TypeAlias = Literal["float32", "native", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageOptions:
+    """How a dataset is stored; all of it enters the dataset's spec.
+
+    Attributes:
+        rows_per_shard: At most so many rows in a shard; None for what the application says.
+        shard_layout: ``stacked``: one file of all sites; ``per_site``: one file for each;
+            ``auto``: stacked where all are of one width.
+        shard_format: ``npy`` or ``arrow``; both are memory-mapped when they are read.
+        storage_dtype: ``float32``; ``native``: as the engine computed, bfloat16 as its 16 bits;
+            ``float16``: rounded, and a row with a value that does not fit fails.
+        mixed_fingerprints: Shards may come from engines that may differ numerically; what each
+            came from is recorded.
+        full_trace: Keep every offered site at every token of the good rows beside the features.
+    """
+
+    rows_per_shard: int | None = None
+    shard_layout: ShardLayout = "auto"
+    shard_format: ShardFormat = "npy"
+    storage_dtype: StorageDtype = "float32"
+    mixed_fingerprints: bool = False
+    full_trace: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what is no such option.
+
+        Raises:
+            InvalidInputError: Code ``invalid_argument``.
+        """
+        offered = {
+            "shard_layout": get_args(ShardLayout),
+            "shard_format": get_args(ShardFormat),
+            "storage_dtype": get_args(StorageDtype),
+        }
+        for name, values in offered.items():
+            if getattr(self, name) not in values:
+                raise InvalidInputError(
+                    f"{name} is one of {', '.join(values)}; found {getattr(self, name)!a}",
+                    code="invalid_argument",
+                )
+        rows = self.rows_per_shard
+        if rows is not None and (type(rows) is not int or rows < 1):
+            raise InvalidInputError(
+                f"rows_per_shard is a whole number from 1; found {rows!a}", code="invalid_argument"
+            )
 
 
 class _Message(BaseModel):
@@ -63,8 +117,8 @@ class ActivationRequest(_Message):
     persistence: Literal["none", "dataset", "full_trace"] = "none"
     batch_size: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = "auto"
     dataset_id: DatasetId | None = None
-    storage_dtype: Literal["float32", "native", "float16"] = "float32"
-    shard_format: Literal["npy", "arrow"] = "npy"
+    storage_dtype: StorageDtype = "float32"
+    shard_format: ShardFormat = "npy"
     shard_layout: Annotated[
         ShardLayout,
         Field(
@@ -73,6 +127,25 @@ class ActivationRequest(_Message):
         ),
     ] = "auto"
     rows_per_shard: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
+    mixed_fingerprints: Annotated[
+        bool,
+        Field(
+            description="Let shards come from engines that may differ numerically; recorded with "
+            "each shard."
+        ),
+    ] = False
+
+    @property
+    def storage(self) -> StorageOptions:
+        """How the dataset is stored."""
+        return StorageOptions(
+            rows_per_shard=self.rows_per_shard,
+            shard_layout=self.shard_layout,
+            shard_format=self.shard_format,
+            storage_dtype=self.storage_dtype,
+            mixed_fingerprints=self.mixed_fingerprints,
+            full_trace=self.persistence == "full_trace",
+        )
 
 
 class RowResult(_Message):

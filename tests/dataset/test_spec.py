@@ -11,6 +11,7 @@ from wllm_ray.digest import rows_digest
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.plan import ShardLimits
 from wllm_ray.records import CaptureIdentity, InputRow, RowFailure
+from wllm_ray.schema import StorageOptions
 from wllm_ray.tokens import make_record, tokens_bound
 
 SITES = ("embed", "L1_attn_out_prelinear")
@@ -44,7 +45,7 @@ def spec_of(rows, position="all_prompt", max_rows=4096, feature_rows=10**6, **op
         site_widths=options.pop("site_widths", (4, 6)),
         dataset_id=options.pop("dataset_id", "d"),
         limits=ShardLimits(max_rows, feature_rows * ROW_BYTES),
-        **options,
+        storage=StorageOptions(**options),
     )
 
 
@@ -104,6 +105,7 @@ def test_the_cut_does_not_depend_on_the_length_that_a_deployment_takes():
             site_widths=(4, 6),
             dataset_id="d",
             limits=limits,
+            storage=StorageOptions(),
         )
         for length in (64, 128, 100_000)
     ]

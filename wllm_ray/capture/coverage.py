@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from wllm_ray.positions import mean_of
 from wllm_ray.records import RowFailure
 from wllm_ray.sites import HookSite
 
@@ -163,9 +164,7 @@ class ChunkCapture:
     def _as_asked(self, row: CaptureRow) -> NDArray[np.float32]:
         values = self.features[row.slots]
         if self.wanted.mean:
-            # Added up position by position, in float32: the order is part of the definition.
-            total = np.add.reduce(values, axis=0, dtype=np.float32)
-            return np.asarray(total / np.float32(len(values)))[None]
+            return mean_of(values)
         return values if row.wanted.order is None else values[row.wanted.order]
 
     def _prove_row(

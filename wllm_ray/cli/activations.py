@@ -13,8 +13,11 @@ from wllm_ray.cli.options import (
     BaseUrl,
     BatchSize,
     DatasetId,
+    Dtype,
+    Format,
     Layers,
     Layout,
+    Mixed,
     Position,
     Resume,
     RowsPerShard,
@@ -28,7 +31,7 @@ from wllm_ray.cli.reporting import ends_with_json
 if TYPE_CHECKING:
     from wllm_ray.cli.progress import ProgressBar
     from wllm_ray.coordinator import FlowLimits
-    from wllm_ray.schema import ShardLayout
+    from wllm_ray.schema import StorageOptions
 
 __all__ = ["activations"]
 
@@ -62,6 +65,9 @@ def activations(  # noqa: PLR0913 (one option per thing that can be asked)
     batch_size: BatchSize = "auto",
     rows_per_shard: RowsPerShard = None,
     shard_layout: Layout = "auto",
+    shard_format: Format = "npy",
+    storage_dtype: Dtype = "float32",
+    mixed_fingerprints: Mixed = False,
     dataset_id: DatasetId = None,
     resume: Resume = True,
     api_key: ApiKey = None,
@@ -75,6 +81,8 @@ def activations(  # noqa: PLR0913 (one option per thing that can be asked)
     optional `metadata`. A malformed line refuses the whole file before anything is sent. Run the
     same command again to go on after an interruption or to retry rows whose failure may pass.
     """
+    from wllm_ray.schema import StorageOptions
+
     run = _Run(
         path=rows,
         output=output,
@@ -90,8 +98,13 @@ def activations(  # noqa: PLR0913 (one option per thing that can be asked)
             model,
             asked,
             dataset_id=dataset_id,
-            rows_per_shard=rows_per_shard,
-            shard_layout=shard_layout,
+            storage=StorageOptions(
+                rows_per_shard=rows_per_shard,
+                shard_layout=shard_layout,
+                shard_format=shard_format,
+                storage_dtype=storage_dtype,
+                mixed_fingerprints=mixed_fingerprints,
+            ),
             batch_size=batch_size_of(batch_size),
             resume=resume,
         )
@@ -127,8 +140,7 @@ class _Run:
         asked: dict[str, Any],
         *,
         dataset_id: str | None,
-        rows_per_shard: int | None,
-        shard_layout: ShardLayout,
+        storage: StorageOptions,
         batch_size: int | Literal["auto"],
         resume: bool,
     ) -> int:
@@ -139,7 +151,6 @@ class _Run:
         from wllm_ray.job.rows_file import RowsFile
         from wllm_ray.job.run import RunOptions
         from wllm_ray.job.source import SourcePlan
-        from wllm_ray.plan import ShardLimits
         from wllm_ray.schema import ExtractionSchema
 
         try:
@@ -149,10 +160,7 @@ class _Run:
             self._connection.patience_s = self._patience_s
             schema = await self._connection.get("/v1/extraction-schema", ExtractionSchema)
             selection = selection_of(card, **asked)
-            limits = ShardLimits() if rows_per_shard is None else ShardLimits(rows_per_shard)
-            plan = SourcePlan(
-                card, selection, source, dataset_id, limits, shard_layout=shard_layout
-            )
+            plan = SourcePlan(card, selection, source, dataset_id, storage=storage)
             remote = Remote(self._connection, card, selection, schema)
             options = RunOptions(batch_size, resume, self._flow())
             with _progress(quiet=self._quiet) as progress:

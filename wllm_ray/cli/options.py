@@ -18,8 +18,12 @@ __all__ = [
     "BaseUrl",
     "BatchSize",
     "DatasetId",
+    "Dtype",
+    "Format",
+    "FullTrace",
     "Layers",
     "Layout",
+    "Mixed",
     "Position",
     "Resume",
     "RowsPerShard",
@@ -56,6 +60,31 @@ Layout = Annotated[
     typer.Option(
         "--shard-layout",
         help="One array of all sites, or one file per site; `auto` stacks sites of one width.",
+    ),
+]
+Format = Annotated[
+    Literal["npy", "arrow"],
+    typer.Option("--shard-format", help="What features files are; both are memory-mapped."),
+]
+Dtype = Annotated[
+    Literal["float32", "native", "float16"],
+    typer.Option(
+        "--storage-dtype",
+        help="How features are stored: `native` is the engine's own dtype, bfloat16 as its 16 "
+        "bits; `float16` rounds, and fails rows with a value that does not fit.",
+    ),
+]
+Mixed = Annotated[
+    bool,
+    typer.Option(
+        "--mixed-fingerprints",
+        help="Let shards come from engines that may differ numerically; recorded for each shard.",
+    ),
+]
+FullTrace = Annotated[
+    bool,
+    typer.Option(
+        "--full-trace", help="Keep every offered site at every token of good rows as well."
     ),
 ]
 BatchSize = Annotated[str, typer.Option(help="Rows per request, or `auto`.")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -28,7 +29,7 @@ from wllm_ray.plan import ShardLimits
 from wllm_ray.positions import PositionLike
 from wllm_ray.records import InputRow
 from wllm_ray.requests import Selection, select
-from wllm_ray.schema import ActivationResponse, ExtractionSchema, ModelCard, ShardLayout
+from wllm_ray.schema import ActivationResponse, ExtractionSchema, ModelCard, StorageOptions
 from wllm_ray.tokens import make_record
 from wllm_ray.wire import JSON
 
@@ -107,7 +108,7 @@ class AsyncWLLMClient:
         sites: str | Sequence[str] | None = None,
         position: PositionLike = "last_prompt",
         batch_size: int | Literal["auto"] = "auto",
-        shard_layout: ShardLayout = "auto",
+        storage: StorageOptions | None = None,
         persist: bool = False,
         dataset_id: str | None = None,
     ) -> ActivationDataset:
@@ -128,8 +129,7 @@ class AsyncWLLMClient:
                 indices count from the end. The dataset's ``offsets`` say which feature rows are
                 an input's.
             batch_size: Rows per chunk.
-            shard_layout: One array of all sites (``stacked``) or one per site (``per_site``);
-                ``auto`` stacks sites that are equally wide.
+            storage: How the dataset is stored: rows per shard, layout, format, dtype, traces.
             persist: Have the application commit the dataset to its storage root, and load it from
                 there. Otherwise it is built on this machine, in memory.
             dataset_id: The dataset's id; default: made from what is asked.
@@ -148,6 +148,13 @@ class AsyncWLLMClient:
                 "sees it. Pass it to the client, or use persist=False to get the dataset in memory",
                 code="invalid_argument",
             )
+        storage = storage or StorageOptions()
+        if storage.full_trace and not persist:
+            raise InvalidInputError(
+                "full_trace keeps traces on the application's storage root; ask for it with "
+                "persist=True",
+                code="invalid_argument",
+            )
         rows = await asyncio.to_thread(input_rows, inputs, row_ids, metadata)
         card = await self._connection.model(model)
         selection = select(
@@ -158,18 +165,13 @@ class AsyncWLLMClient:
             position=position,
         )
         if persist:
-            options = {
-                "batch_size": batch_size,
-                "shard_layout": shard_layout,
-                "dataset_id": dataset_id,
-            }
+            options = {"batch_size": batch_size, "dataset_id": dataset_id} | asdict(storage)
+            options["persistence"] = "full_trace" if options.pop("full_trace") else "dataset"
             return await self._persisted(card, selection, rows, options)
         schema = await self._connection.get("/v1/extraction-schema", ExtractionSchema)
         # The server's own limits, so that it would give its dataset the same content digest.
         limits = ShardLimits(schema.max_rows_per_shard, schema.max_bytes_per_shard)
-        plan = SourcePlan(
-            card, selection, lambda: rows, dataset_id, limits, shard_layout=shard_layout
-        )
+        plan = SourcePlan(card, selection, lambda: rows, dataset_id, limits, storage=storage)
         remote = Remote(self._connection, card, selection, schema)
         return await self._in_memory(remote, plan, rows, batch_size)
 
@@ -201,7 +203,6 @@ class AsyncWLLMClient:
             "rows": [{"id": row.id, "metadata": row.metadata, **row.content} for row in rows],
             "sites": selection.identity.sites,
             "position": selection.position,
-            "persistence": "dataset",
             **options,
         }
         answer = await self._connection.post(

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wllm_ray.dataset.dtypes import numpy_dtype, resolve_dtype
 from wllm_ray.dataset.manifest import DatasetSpec
 from wllm_ray.dataset.screen import Screen
-from wllm_ray.dataset.shard import NPY_DTYPE, RowOutcome
+from wllm_ray.dataset.shard import RowOutcome
 from wllm_ray.digest import rows_digest, token_digest
 from wllm_ray.errors import ConflictError, IntegrityError
 from wllm_ray.positions import feature_rows_of
@@ -32,16 +33,23 @@ class AssembledShard:
 
     Attributes:
         outcomes: One per row, in row order.
-        features: Blocks of [feature rows, sum of the sites' widths] float32 in row order; views
-            of the chunks' own arrays.
+        features: Blocks of [feature rows, sum of the sites' widths] in row order, as they are
+            stored; as float32 they are views of the chunks' own arrays.
         feature_rows: Their total.
+        chunks: For each good row, the number of the chunk that it was captured in.
         transient: Row index → why, for the rows to be tried again.
     """
 
     outcomes: tuple[RowOutcome, ...]
-    features: tuple[NDArray[np.float32], ...]
+    features: tuple[NDArray[Any], ...]
     feature_rows: int
+    chunks: tuple[int, ...]
     transient: dict[int, RowFailure]
+
+    @property
+    def good(self) -> list[RowOutcome]:
+        """The rows that have features."""
+        return [row for row in self.outcomes if row.failure is None]
 
     @property
     def rows_failed(self) -> int:
@@ -95,7 +103,13 @@ def assemble_shard(
     transient = {
         row.index: row.failure for row in outcomes if row.failure and not row.failure.permanent
     }
-    return AssembledShard(tuple(outcomes), tuple(_blocks(spans, chunks)), offset, transient)
+    return AssembledShard(
+        outcomes=tuple(outcomes),
+        features=tuple(_blocks(spans, screens)),
+        feature_rows=offset,
+        chunks=tuple(span.chunk for span in spans),
+        transient=transient,
+    )
 
 
 def _check_rows(spec: DatasetSpec, shard: int, rows: Sequence[RowRecord]) -> None:
@@ -117,14 +131,15 @@ def _check_rows(spec: DatasetSpec, shard: int, rows: Sequence[RowRecord]) -> Non
 
 
 def _check_fingerprints(spec: DatasetSpec, shard: int, chunks: Sequence[CapturedChunk]) -> None:
-    wanted = (spec.model.revision, spec.tokenizer.revision)
+    wanted = (spec.model.revision, spec.tokenizer.revision, spec.dtype)
     first: Fingerprint | None = None
     for chunk in chunks:
         found = chunk.description.fingerprint
         first = first or found
         fields = [n for n in Fingerprint.model_fields if getattr(found, n) != getattr(first, n)]
-        if fields or (found.model_revision, found.tokenizer_revision) != wanted:
-            differ = ", ".join(fields) or "model or tokenizer revision from the spec's"
+        dtype = resolve_dtype(spec.storage_dtype, found.engine_dtype, spec.position)
+        if fields or (found.model_revision, found.tokenizer_revision, dtype) != wanted:
+            differ = ", ".join(fields) or "model or tokenizer revision or dtype from the spec's"
             raise ConflictError(
                 f"shard {shard} would mix engines that may differ numerically ({differ}); give "
                 f"all replicas the same model, versions, dtype and device and run again",
@@ -138,7 +153,7 @@ def _check_array(spec: DatasetSpec, shard: int, chunk: CapturedChunk) -> None:
     total = int(chunk.lengths.sum())
     expected = (total, sum(spec.site_widths))
     features = chunk.features
-    is_float32 = features.dtype == np.dtype(NPY_DTYPE)
+    is_float32 = features.dtype == numpy_dtype("float32")
     if chunk.widths != spec.site_widths or features.shape != expected or not is_float32:
         raise IntegrityError(
             f"shard {shard}: expected captured features of shape {expected} and dtype float32 with "
@@ -234,10 +249,8 @@ def _outcome(
     )
 
 
-def _blocks(
-    spans: Sequence[_Result], chunks: Sequence[CapturedChunk]
-) -> Iterator[NDArray[np.float32]]:
-    """Views of the chunks' arrays, neighbouring rows of one chunk joined."""
+def _blocks(spans: Sequence[_Result], screens: Sequence[Screen]) -> Iterator[NDArray[Any]]:
+    """Views of the chunks' arrays as stored, neighbouring rows of one chunk joined."""
     at = 0
     while at < len(spans):
         first = last = spans[at]
@@ -245,7 +258,7 @@ def _blocks(
         while at < len(spans) and (spans[at].chunk, spans[at].start) == (last.chunk, last.stop):
             last = spans[at]
             at += 1
-        yield np.ascontiguousarray(chunks[first.chunk].features[first.start : last.stop])
+        yield np.ascontiguousarray(screens[first.chunk].stored[first.start : last.stop])
 
 
 def _fail(message: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from wllm_ray.dataset.manifest import (
     Asked,
     DatasetSpec,
@@ -16,7 +18,7 @@ from wllm_ray.dataset.manifest import (
 from wllm_ray.digest import canonical_json, sha256_hex
 from wllm_ray.records import Fingerprint
 
-__all__ = ["build_manifest", "content_digest", "manifest_digest"]
+__all__ = ["build_manifest", "content_digest", "manifest_digest", "reproducibility_of"]
 
 CONTENT_FORMAT = "wllm_ray.content/1"
 
@@ -24,9 +26,9 @@ CONTENT_FORMAT = "wllm_ray.content/1"
 def build_manifest(spec: DatasetSpec, receipts: dict[int, Receipt]) -> Manifest:
     """The manifest: a pure function of a spec and the receipts of all its shards.
 
-    The caller has checked that no receipt is missing and that all fingerprints agree. Versions
-    and self-test are those of the first shard that an engine worked on; shards that another
-    replica worked on carry their own.
+    The caller has checked that no receipt is missing and that all fingerprints agree where the
+    spec wants that. Fingerprint, versions and self-test are those of the first shard that an
+    engine worked on; shards that another replica worked on carry their own.
     """
     ordered = [receipts[number] for number in range(len(spec.shards))]
     first = next((one for one in ordered if one.fingerprint is not None), ordered[0])
@@ -44,9 +46,8 @@ def build_manifest(spec: DatasetSpec, receipts: dict[int, Receipt]) -> Manifest:
         rows_failed=failed,
         axes=("row", "site", "hidden"),
         shape=(sum(s.feature_rows for s in shards), len(spec.sites), spec.width),
-        dtype=spec.storage_dtype,
         fingerprint=fingerprint,
-        reproducibility=fingerprint.reproducibility if fingerprint else None,
+        reproducibility=reproducibility_of(fingerprint, shards),
         measured_relative_l2=max(bounds, default=None),
         versions=first.versions,
         selftest=first.selftest,
@@ -62,9 +63,19 @@ def _shard_entry(receipt: Receipt, asked: ShardSpec, first: Receipt) -> ShardEnt
         **{name: getattr(receipt, name) for name in Measured.model_fields},
         requests_sha256=asked.requests_sha256,
         receipt_sha256=sha256_hex(document_bytes(receipt)),
+        fingerprint=None if receipt.fingerprint == first.fingerprint else receipt.fingerprint,
         versions=None if receipt.versions == first.versions else receipt.versions,
         selftest=None if receipt.selftest == first.selftest else receipt.selftest,
     )
+
+
+def reproducibility_of(
+    fingerprint: Fingerprint | None, shards: tuple[ShardEntry, ...]
+) -> Literal["bitwise", "tolerance", "mixed"] | None:
+    """The class of the whole dataset: that of its one fingerprint, if it has one."""
+    if any(shard.fingerprint is not None for shard in shards):
+        return "mixed"
+    return fingerprint.reproducibility if fingerprint else None
 
 
 def manifest_digest(manifest: Manifest) -> str:
@@ -86,6 +97,7 @@ def content_digest(
                     "sites": spec.sites,
                     "position": spec.position,
                     "storage_dtype": spec.storage_dtype,
+                    "dtype": spec.dtype,
                     "shard_format": spec.shard_format,
                     "shard_layout": spec.shard_layout,
                     "max_rows_per_shard": spec.max_rows_per_shard,
@@ -98,6 +110,9 @@ def content_digest(
                         "rows": shard.rows,
                         "rows_sha256": shard.rows_sha256,
                         "features_sha256": [one.sha256 for one in shard.features_files],
+                        "fingerprint": (
+                            shard.fingerprint.model_dump() if shard.fingerprint else None
+                        ),
                     }
                     for shard in shards
                 ],

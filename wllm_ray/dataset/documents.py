@@ -12,21 +12,24 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from wllm_ray.dataset.build import content_digest, manifest_digest
-from wllm_ray.dataset.layout import ROWS_SUFFIX, features_suffix, file_name
+from wllm_ray.dataset.build import content_digest, manifest_digest, reproducibility_of
+from wllm_ray.dataset.dtypes import numpy_dtype, resolve_dtype
+from wllm_ray.dataset.features import features_bytes
+from wllm_ray.dataset.layout import ROWS_SUFFIX, TRACE_SUFFIX, features_suffix, file_name
 from wllm_ray.dataset.manifest import (
     FORMAT_VERSION,
     Asked,
     DatasetSpec,
+    FeatureArray,
     FileEntry,
     Manifest,
     Measured,
     Receipt,
     spec_digest,
 )
-from wllm_ray.dataset.shard import NPY_DTYPE, npy_bytes
 from wllm_ray.digest import canonical_json, parse_json
 from wllm_ray.errors import IntegrityError, InvalidInputError
+from wllm_ray.records import Fingerprint
 
 __all__ = ["read_manifest", "read_receipt", "read_spec"]
 
@@ -162,9 +165,20 @@ def _check_counts(manifest: Manifest) -> None:
     numbers = [shard.shard for shard in manifest.shards]
     if numbers != list(range(len(numbers))):
         _inconsistent(f"shards are numbered {numbers[:5]}…, not from 0 in order")
-    expected_class = manifest.fingerprint.reproducibility if manifest.fingerprint else None
-    if manifest.reproducibility != expected_class:
+    if manifest.reproducibility != reproducibility_of(manifest.fingerprint, manifest.shards):
         _inconsistent("reproducibility differs from the fingerprint's")
+    if manifest.fingerprint is not None:
+        _check_dtype(manifest, manifest.fingerprint)
+    if manifest.reproducibility == "mixed" and not manifest.mixed_fingerprints:
+        _inconsistent("shards have unlike fingerprints, which was not asked for")
+
+
+def _check_dtype(manifest: Manifest, fingerprint: Fingerprint) -> None:
+    asked, engine = manifest.storage_dtype, fingerprint.engine_dtype
+    if resolve_dtype(asked, engine, manifest.position) != manifest.dtype:
+        _inconsistent(
+            f"dtype is {manifest.dtype}, but storage_dtype {asked} of an engine in {engine} is not"
+        )
 
 
 def _check_measured(measured: Measured, asked: Asked) -> None:
@@ -177,6 +191,7 @@ def _check_measured(measured: Measured, asked: Asked) -> None:
             f"{measured.feature_rows} feature rows"
         )
     expected = [*(("features", array.site) for array in asked.arrays), ("rows", None)]
+    expected += [("trace", None)] if asked.trace else []
     found = [(entry.role, entry.site) for entry in measured.files]
     if found != expected:
         raise IntegrityError(
@@ -185,11 +200,13 @@ def _check_measured(measured: Measured, asked: Asked) -> None:
             code="manifest_invalid",
         )
     for array, entry in zip(asked.arrays, measured.features_files, strict=True):
-        _check_name(entry, measured.shard, features_suffix(array.site))
-        _check_features_entry(entry, measured.shard, (measured.feature_rows, *array.axes))
-    _check_name(measured.rows_file, measured.shard, ROWS_SUFFIX)
-    if measured.rows_file.shape is not None or measured.rows_file.dtype is not None:
-        _inconsistent(f"{where}: the rows file has neither shape nor dtype")
+        _check_name(entry, measured.shard, features_suffix(array.site, asked.shard_format))
+        _check_features_entry(entry, measured, asked, array)
+    for role, suffix in (("rows", ROWS_SUFFIX), ("trace", TRACE_SUFFIX)):
+        for entry in (one for one in measured.files if one.role == role):
+            _check_name(entry, measured.shard, suffix)
+            if entry.shape is not None or entry.dtype is not None:
+                _inconsistent(f"{where}: the {role} file has neither shape nor dtype")
 
 
 def _listed(files: Sequence[tuple[str, str | None]]) -> str:
@@ -205,16 +222,21 @@ def _check_name(entry: FileEntry, shard: int, suffix: str) -> None:
         )
 
 
-def _check_features_entry(entry: FileEntry, shard: int, shape: tuple[int, ...]) -> None:
-    if entry.shape != shape or entry.dtype != NPY_DTYPE:
+def _check_features_entry(
+    entry: FileEntry, measured: Measured, asked: Asked, array: FeatureArray
+) -> None:
+    shape = (measured.feature_rows, *array.axes)
+    dtype = numpy_dtype(asked.dtype).str
+    if entry.shape != shape or entry.dtype != dtype:
         raise IntegrityError(
-            f"shard {shard}: expected features of shape {shape} and dtype {NPY_DTYPE}, "
+            f"shard {measured.shard}: expected features of shape {shape} and dtype {dtype}, "
             f"found {entry.shape} and {entry.dtype!a}",
             code="array_invalid",
         )
-    if entry.bytes != npy_bytes(shape):
+    sizes = features_bytes(asked, array, measured.feature_rows)
+    if entry.bytes not in sizes:
         raise IntegrityError(
-            f"shard {shard}: features of shape {shape} take {npy_bytes(shape)} bytes, "
+            f"shard {measured.shard}: features of shape {shape} take {sizes.start} bytes, "
             f"but {entry.bytes} are recorded",
             code="size_mismatch",
         )

@@ -15,12 +15,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from wllm_ray.dataset.dtypes import widen
+from wllm_ray.dataset.features import decode_features, sha256_and_finite
 from wllm_ray.dataset.layout import DATASETS, MANIFEST_NAME, folder, spec_key
 from wllm_ray.dataset.manifest import FileEntry, Manifest
 from wllm_ray.dataset.rowtable import read_rows
-from wllm_ray.dataset.shard import npy_array, sha256_and_finite
 from wllm_ray.dataset.staged import expect_size, standing_manifest
 from wllm_ray.dataset.store import Store
+from wllm_ray.dataset.trace import Trace, decode_traces
 from wllm_ray.errors import IntegrityError, NotFoundError, NotOfferedError
 
 __all__ = ["DatasetFiles", "Verify", "list_datasets", "open_manifest"]
@@ -130,6 +132,11 @@ class DatasetFiles:
                 ``values_not_finite``, ``file_missing`` or ``name_invalid``.
         """
         self.row_shape(site)
+        return widen(self._stored(shard, site, rows), self.manifest.dtype)
+
+    def _stored(
+        self, shard: int, site: int | None, rows: slice | NDArray[np.int64]
+    ) -> NDArray[Any]:
         if self.manifest.shard_layout == "stacked":
             stacked = self.array(shard, 0)
             return stacked[rows] if site is None else stacked[rows, site]
@@ -138,18 +145,20 @@ class DatasetFiles:
         parts = [self.array(shard, number)[rows] for number in range(len(self.manifest.sites))]
         return np.stack(parts, axis=1) if len(parts) > 1 else parts[0][:, None]
 
-    def private(self, shard: int, site: int | None) -> NDArray[np.float32]:
-        """A whole shard as :meth:`features`, but writable: what is written stays in this process.
+    def private(self, shard: int, site: int | None) -> NDArray[Any]:
+        """A whole shard as stored, but writable: what is written stays in this process.
 
         Mapped copy-on-write where one local file holds what is asked for.
         """
         if self.manifest.shard_layout == "stacked":
             stacked = self._private_array(shard, 0)
             return stacked if site is None else stacked[:, site]
-        return self.features(shard, None) if site is None else self._private_array(shard, site)
+        if site is None:
+            return self._stored(shard, None, slice(None))
+        return self._private_array(shard, site)
 
-    def array(self, shard: int, number: int) -> NDArray[np.float32]:
-        """A whole features file, read-only; mapped where local.
+    def array(self, shard: int, number: int) -> NDArray[Any]:
+        """A whole features file as stored (bfloat16 as uint16), read-only; mapped where local.
 
         Args:
             shard: The shard's number.
@@ -161,7 +170,8 @@ class DatasetFiles:
         key = (shard, number)
         with self._lock:
             if key not in self._kept:
-                self._kept[key] = self._open_array(self._entry(shard, number))
+                raw = self.raw(self._entry(shard, number))
+                self._kept[key] = self.checked(shard, number, raw)
                 is_remote = self.store.local_path(folder(self.manifest.dataset_id)) is None
                 most = _REMOTE_SHARDS_KEPT * len(self.manifest.arrays)
                 if is_remote and len(self._kept) > most:
@@ -169,14 +179,14 @@ class DatasetFiles:
             self._kept.move_to_end(key)
             return self._kept[key]
 
-    def _private_array(self, shard: int, number: int) -> NDArray[np.float32]:
+    def _private_array(self, shard: int, number: int) -> NDArray[Any]:
         entry = self._entry(shard, number)
         checked = self.array(shard, number)
         path = self.store.local_path(self._key(entry))
         if path is None or not checked.size:
             return checked.copy()
         raw = np.asarray(np.memmap(path, np.uint8, mode="c"))
-        return npy_array(raw, checked.shape, entry.name)
+        return self._decoded(raw, shard, number)
 
     def _entry(self, shard: int, number: int) -> FileEntry:
         return self.manifest.shards[shard].features_files[number]
@@ -189,16 +199,49 @@ class DatasetFiles:
                 ``rows_inconsistent``, ``file_missing`` or ``name_invalid``.
         """
         entry = self.manifest.shards[shard].rows_file
-        data = self._bytes(entry)
+        data = self.raw(entry)
         if self._check and entry.name not in self._verified:
             self._expect_digest(entry, hashlib.sha256(data.data).hexdigest())
         return read_rows(data, self.manifest.shards[shard], self.manifest.position)
 
-    def _open_array(self, entry: FileEntry) -> NDArray[np.float32]:
-        raw = self._bytes(entry)
-        array = npy_array(raw, entry.shape or (), entry.name)
+    def traces(self, shard: int, good: pa.RecordBatch) -> list[Trace]:
+        """The traces of a shard, one for each of its good rows; none where there are no traces.
+
+        Args:
+            shard: Its number.
+            good: The good rows of its rows table.
+
+        Raises:
+            IntegrityError: As :meth:`rows`.
+        """
+        entry = self.manifest.shards[shard].trace_file
+        if entry is None:
+            return []
+        data = self.raw(entry)
         if self._check and entry.name not in self._verified:
-            sha256, finite = sha256_and_finite(raw)
+            self._expect_digest(entry, hashlib.sha256(data.data).hexdigest())
+        return decode_traces(self.manifest, data, good, entry.name)
+
+    def _decoded(self, raw: NDArray[np.uint8], shard: int, number: int) -> NDArray[Any]:
+        entry, array = self._entry(shard, number), self.manifest.arrays[number]
+        rows = self.manifest.shards[shard].feature_rows
+        return decode_features(self.manifest, array, raw, rows, entry.name)
+
+    def checked(self, shard: int, number: int, raw: NDArray[np.uint8]) -> NDArray[Any]:
+        """View the array in a whole features file, once all is checked that is to be.
+
+        Args:
+            shard: The shard's number.
+            number: Which of the manifest's ``arrays``.
+            raw: The file, from :meth:`raw`.
+
+        Raises:
+            IntegrityError: As :meth:`features`.
+        """
+        entry = self._entry(shard, number)
+        array = self._decoded(raw, shard, number)
+        if self._check and entry.name not in self._verified:
+            sha256, finite = sha256_and_finite(raw, array, self.manifest.dtype)
             self._expect_digest(entry, sha256)
             if not finite:
                 raise IntegrityError(
@@ -208,8 +251,12 @@ class DatasetFiles:
                 )
         return array
 
-    def _bytes(self, entry: FileEntry) -> NDArray[np.uint8]:
-        """A whole file, [bytes] uint8, read-only: mapped where the root is local."""
+    def raw(self, entry: FileEntry) -> NDArray[np.uint8]:
+        """A whole file of the recorded size, [bytes] uint8, read-only: mapped where local.
+
+        Raises:
+            IntegrityError: ``size_mismatch``, ``file_missing`` or ``name_invalid``.
+        """
         key = self._key(entry)
         path = self.store.local_path(key)
         if path is None:

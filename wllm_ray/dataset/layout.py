@@ -13,6 +13,7 @@ __all__ = [
     "ROWS_SUFFIX",
     "SPEC_NAME",
     "TEMPORARY_PREFIX",
+    "TRACE_SUFFIX",
     "check_dataset_id",
     "check_key",
     "content_prefix",
@@ -30,6 +31,7 @@ DATASETS = "datasets"
 SPEC_NAME = "spec.json"
 MANIFEST_NAME = "manifest.json"
 ROWS_SUFFIX = ".rows.arrow"
+TRACE_SUFFIX = ".trace.arrow"
 TEMPORARY_PREFIX = ".tmp-"
 
 _DATASET_ID = re.compile(DATASET_ID_PATTERN.rstrip("$"))
@@ -105,9 +107,9 @@ def content_prefix(dataset_id: str, shard: int) -> str:
     return f"{folder(dataset_id)}/shard-{shard:05d}-"
 
 
-def features_suffix(site: str | None) -> str:
+def features_suffix(site: str | None, shard_format: str) -> str:
     """What the name of a features file ends with: that of one site, or with None of all."""
-    return ".npy" if site is None else f".{site}.npy"
+    return f".{shard_format}" if site is None else f".{site}.{shard_format}"
 
 
 def file_name(shard: int, sha256: str, suffix: str) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, StringConstraints, model_validator
 
+from wllm_ray.dataset.dtypes import Dtype
 from wllm_ray.digest import canonical_json, sha256_hex
 from wllm_ray.positions import canonical_position
 from wllm_ray.records import (
@@ -19,7 +20,7 @@ from wllm_ray.records import (
     SelfTestReport,
     TokenizerIdentity,
 )
-from wllm_ray.schema import DATASET_ID_PATTERN
+from wllm_ray.schema import DATASET_ID_PATTERN, ShardFormat, StorageDtype
 from wllm_ray.sites import parse_site
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Receipt",
     "ShardEntry",
     "ShardSpec",
+    "TraceSpec",
     "document_bytes",
     "spec_digest",
 ]
@@ -67,8 +69,25 @@ class FeatureArray(NamedTuple):
     axes: tuple[int, ...]
 
 
+class TraceSpec(Record):
+    """What the traces hold of every token of every good row: these sites, each so wide."""
+
+    sites: Annotated[tuple[str, ...], Field(min_length=1)]
+    site_widths: tuple[Positive, ...]
+
+    @model_validator(mode="after")
+    def _canonical_sites(self) -> TraceSpec:
+        _check_sites(self.sites, self.site_widths)
+        return self
+
+
 class Asked(Record):
-    """What a dataset was asked to be; shared by spec and manifest."""
+    """What a dataset was asked to be; shared by spec and manifest.
+
+    ``storage_dtype`` is what was asked for, ``dtype`` what that is here: ``native`` depends on
+    the engine. ``mixed_fingerprints`` says whether shards may come from engines that may differ
+    numerically.
+    """
 
     dataset_id: DatasetId
     model: ModelIdentity
@@ -77,23 +96,27 @@ class Asked(Record):
     site_widths: tuple[Positive, ...]
     position: Annotated[str, Field(min_length=1)]
     capture_mode: Annotated[str, Field(min_length=1)]
-    storage_dtype: Literal["float32"]
-    shard_format: Literal["npy"]
+    storage_dtype: StorageDtype
+    dtype: Dtype
+    shard_format: ShardFormat
     shard_layout: Literal["stacked", "per_site"]
+    trace: TraceSpec | None
+    mixed_fingerprints: bool
     rows: Positive
     max_rows_per_shard: Positive
     max_bytes_per_shard: Positive
 
     @model_validator(mode="after")
     def _canonical_sites(self) -> Asked:
-        if len(set(self.sites)) != len(self.sites):
-            raise ValueError("a hook site is listed twice")
-        if any(str(parse_site(site)) != site for site in self.sites):
-            raise ValueError("a hook site is not in its canonical form")
-        if len(self.site_widths) != len(self.sites):
-            raise ValueError("site_widths is not one width for each site")
+        _check_sites(self.sites, self.site_widths)
         if self.shard_layout == "stacked" and self.width is None:
             raise ValueError("sites of different widths cannot be stacked")
+        if self.storage_dtype not in ("native", self.dtype):
+            raise ValueError(f"storage_dtype {self.storage_dtype} is not stored as {self.dtype}")
+        if self.trace is not None:
+            traced = set(zip(self.trace.sites, self.trace.site_widths, strict=True))
+            if not traced.issuperset(zip(self.sites, self.site_widths, strict=True)):
+                raise ValueError("a hook site of the dataset is not among those of its traces")
         return self
 
     @model_validator(mode="after")
@@ -116,6 +139,15 @@ class Asked(Record):
             return (FeatureArray(None, slice(0, ends[-1]), axes),)
         parts = zip(self.sites, self.site_widths, ends, strict=True)
         return tuple(FeatureArray(site, slice(end - n, end), (n,)) for site, n, end in parts)
+
+
+def _check_sites(sites: tuple[str, ...], widths: tuple[int, ...]) -> None:
+    if len(set(sites)) != len(sites):
+        raise ValueError("a hook site is listed twice")
+    if any(str(parse_site(site)) != site for site in sites):
+        raise ValueError("a hook site is not in its canonical form")
+    if len(widths) != len(sites):
+        raise ValueError("site_widths is not one width for each site")
 
 
 class DatasetSpec(Asked):
@@ -142,11 +174,11 @@ class DatasetSpec(Asked):
 class FileEntry(Record):
     """One file of a shard. ``shape`` and ``dtype`` belong to features files only.
 
-    ``site`` is the one that the file holds alone, else None.
+    ``site`` is the one that the file holds alone, else None. ``dtype`` is NumPy's name of it.
     """
 
     name: str
-    role: Literal["features", "rows"]
+    role: Literal["features", "rows", "trace"]
     site: str | None
     bytes: Count
     sha256: Sha256
@@ -177,6 +209,11 @@ class Measured(Record):
         """The file of the rows table."""
         return next(entry for entry in self.files if entry.role == "rows")
 
+    @property
+    def trace_file(self) -> FileEntry | None:
+        """The file of the traces, where there are any."""
+        return next((entry for entry in self.files if entry.role == "trace"), None)
+
 
 class Receipt(Measured):
     """Says that a shard is whole: stored last of its files, create-only.
@@ -196,17 +233,23 @@ class Receipt(Measured):
 class ShardEntry(Measured):
     """What the manifest says of a shard.
 
-    ``versions`` and ``selftest`` are None where they equal the manifest's own.
+    ``fingerprint``, ``versions`` and ``selftest`` are None where they equal the manifest's own,
+    and the first also where no row of the shard reached an engine.
     """
 
     requests_sha256: Sha256
     receipt_sha256: Sha256
+    fingerprint: Fingerprint | None
     versions: dict[str, str] | None
     selftest: SelfTestReport | None
 
 
 class Manifest(Asked):
-    """Makes the dataset exist: stored once, create-only, a pure function of spec and receipts."""
+    """Makes the dataset exist: stored once, create-only, a pure function of spec and receipts.
+
+    ``reproducibility`` is ``mixed`` where shards have unlike fingerprints; then no bound between
+    them was measured, and ``measured_relative_l2`` is that of the engines, each for itself.
+    """
 
     format: Literal["wllm_ray.manifest"] = "wllm_ray.manifest"
     format_version: Literal[1] = 1
@@ -215,9 +258,8 @@ class Manifest(Asked):
     rows_failed: Count
     axes: tuple[Literal["row"], Literal["site"], Literal["hidden"]]
     shape: tuple[Count, Positive, Positive | None]
-    dtype: Literal["float32"]
     fingerprint: Fingerprint | None
-    reproducibility: Literal["bitwise", "tolerance"] | None
+    reproducibility: Literal["bitwise", "tolerance", "mixed"] | None
     measured_relative_l2: float | None
     versions: dict[str, str]
     selftest: SelfTestReport | None

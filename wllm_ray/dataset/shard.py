@@ -1,13 +1,11 @@
-"""The two files of a shard, as bytes: the features array and the rows table.
+"""The rows table of a shard, as bytes.
 
-Both encoders are deterministic. Both decoders trust nothing: an array's header must be exactly the
-one that its recorded shape gives, and a table must have exactly the schema below.
+The encoder is deterministic. The decoder trusts nothing: a table must have exactly the schema
+below.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,27 +19,16 @@ from wllm_ray.errors import IntegrityError, InvalidInputError
 from wllm_ray.records import RowFailure
 
 __all__ = [
-    "NPY_DTYPE",
-    "NPY_HEADER_BYTES",
     "OK",
     "ROWS_SCHEMA",
     "RowOutcome",
-    "all_finite",
     "decode_rows",
     "encode_rows",
-    "npy_array",
-    "npy_bytes",
-    "npy_header",
     "read_failure",
     "rows_sha256",
-    "sha256_and_finite",
 ]
 
-NPY_DTYPE = "<f4"
-NPY_HEADER_BYTES = 128
 OK = "ok"
-# Small enough for the second reading of a block to come from the cache.
-_BLOCK_BYTES = 1 << 18
 
 ROWS_SCHEMA = pa.schema(
     [
@@ -82,65 +69,6 @@ class RowOutcome:
     def status(self) -> str:
         """``ok`` or the failure's code."""
         return self.failure.code if self.failure else OK
-
-
-def npy_header(shape: tuple[int, ...]) -> bytes:
-    """The 128 bytes before the data of a C-ordered little-endian float32 array."""
-    text = f"{{'descr': '{NPY_DTYPE}', 'fortran_order': False, 'shape': {shape}, }}"
-    return b"\x93NUMPY\x01\x00\x76\x00" + text.ljust(NPY_HEADER_BYTES - 11).encode() + b"\n"
-
-
-def npy_bytes(shape: tuple[int, ...]) -> int:
-    """Size of the features file that holds this shape."""
-    return NPY_HEADER_BYTES + 4 * math.prod(shape)
-
-
-def npy_array(raw: NDArray[np.uint8], shape: tuple[int, ...], name: str) -> NDArray[np.float32]:
-    """View a whole features file as its array, without copying.
-
-    Args:
-        raw: The file, [bytes] uint8.
-        shape: What the manifest says.
-        name: The file, for the message.
-
-    Raises:
-        IntegrityError: ``size_mismatch``, or ``array_invalid`` where the header is not exactly
-            that of the recorded shape, which also refuses object arrays and Fortran order.
-    """
-    if raw.size != npy_bytes(shape):
-        raise IntegrityError(
-            f"{name}: expected {npy_bytes(shape)} bytes for shape {shape}, found {raw.size}; the "
-            f"file is truncated or not the one that was committed",
-            code="size_mismatch",
-        )
-    found = raw[:NPY_HEADER_BYTES].tobytes()
-    if found != npy_header(shape):
-        raise IntegrityError(
-            f"{name}: expected the .npy header {npy_header(shape)[10:].decode().rstrip()}, found "
-            f"{ascii(found[10:].rstrip())[1:]}",
-            code="array_invalid",
-        )
-    return raw[NPY_HEADER_BYTES:].view(NPY_DTYPE).reshape(shape)
-
-
-def all_finite(values: NDArray[np.float32]) -> bool:
-    """Whether a C-ordered float32 array holds neither NaN nor infinity."""
-    flat = values.reshape(-1)
-    step = _BLOCK_BYTES // 4
-    return all(bool(np.isfinite(flat[at : at + step]).all()) for at in range(0, flat.size, step))
-
-
-def sha256_and_finite(raw: NDArray[np.uint8]) -> tuple[str, bool]:
-    """SHA-256 of a features file and whether its values are finite, reading it once."""
-    total = hashlib.sha256(raw[:NPY_HEADER_BYTES].data)
-    values = raw[NPY_HEADER_BYTES:].view(NPY_DTYPE)
-    step = _BLOCK_BYTES // 4
-    finite = True
-    for at in range(0, values.size, step):
-        block = values[at : at + step]
-        total.update(block.data)
-        finite = finite and bool(np.isfinite(block).all())
-    return total.hexdigest(), finite
 
 
 def encode_rows(outcomes: Sequence[RowOutcome]) -> memoryview:

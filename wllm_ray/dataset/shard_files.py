@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wllm_ray.dataset.assemble import AssembledShard
-from wllm_ray.dataset.layout import ROWS_SUFFIX, content_prefix, features_suffix
+from wllm_ray.dataset.dtypes import numpy_dtype
+from wllm_ray.dataset.features import encode_features
+from wllm_ray.dataset.layout import (
+    ROWS_SUFFIX,
+    TRACE_SUFFIX,
+    content_prefix,
+    features_suffix,
+)
 from wllm_ray.dataset.manifest import DatasetSpec, FeatureArray, FileEntry
-from wllm_ray.dataset.shard import NPY_DTYPE, encode_rows, npy_header
+from wllm_ray.dataset.shard import encode_rows
 from wllm_ray.dataset.store import Store, Stored
+from wllm_ray.dataset.trace import encode_traces
+from wllm_ray.records import CapturedChunk
 
 __all__ = ["write_files"]
 
@@ -20,9 +31,20 @@ _WRITERS = 4
 
 
 def write_files(
-    store: Store, spec: DatasetSpec, shard: int, assembled: AssembledShard
+    store: Store,
+    spec: DatasetSpec,
+    shard: int,
+    assembled: AssembledShard,
+    captured: Sequence[CapturedChunk],
 ) -> tuple[FileEntry, ...]:
-    """Write the features files and the rows table; returns what the receipt says of them.
+    """Write the features files, the rows table and the traces; what the receipt says of them.
+
+    Args:
+        store: The storage root.
+        spec: What was asked.
+        shard: Which shard.
+        assembled: Its rows and features.
+        captured: The chunks as they were captured, which hold the traces.
 
     Raises:
         StorageError: The root refused a write.
@@ -30,31 +52,51 @@ def write_files(
     prefix = content_prefix(spec.dataset_id, shard)
 
     def write_array(array: FeatureArray) -> FileEntry:
-        return _write_array(store, prefix, array, assembled)
+        return _write_array(store, spec, prefix, array, assembled)
 
     # The features are written while the table is encoded; the receipt waits for all.
     with ThreadPoolExecutor(min(_WRITERS, len(spec.arrays))) as pool:
         writing = pool.map(write_array, spec.arrays)
         rows = store.put_content(prefix, ROWS_SUFFIX, encode_rows(assembled.outcomes))
         features = tuple(writing)
-    return (*features, _entry(rows, "rows"))
+    if spec.trace is None:
+        return (*features, _entry(rows, "rows"))
+    parts = encode_traces(spec, assembled.good, _traced(assembled, captured))
+    traces = store.put_content(prefix, TRACE_SUFFIX, parts)
+    return (*features, _entry(rows, "rows"), _entry(traces, "trace"))
+
+
+def _traced(
+    assembled: AssembledShard, captured: Sequence[CapturedChunk]
+) -> list[NDArray[np.float32]]:
+    """[T, sum of the trace's widths] float32 of each good row."""
+    spans = [_spans(chunk) for chunk in captured]
+    pairs = zip(assembled.good, assembled.chunks, strict=True)
+    return [captured[number].features[spans[number][row.index]] for row, number in pairs]
+
+
+def _spans(chunk: CapturedChunk) -> dict[int, slice]:
+    """Row index → where its tokens stand in the chunk's features."""
+    stops = np.cumsum(chunk.lengths).tolist()
+    each = zip(chunk.row_index.tolist(), chunk.lengths.tolist(), stops, strict=True)
+    return {index: slice(stop - length, stop) for index, length, stop in each}
 
 
 def _write_array(
-    store: Store, prefix: str, array: FeatureArray, assembled: AssembledShard
+    store: Store, spec: DatasetSpec, prefix: str, array: FeatureArray, assembled: AssembledShard
 ) -> FileEntry:
-    shape = (assembled.feature_rows, *array.axes)
     # Not copied where the array has all columns.
-    blocks = (np.ascontiguousarray(block[:, array.columns]) for block in assembled.features)
-    data: list[bytes | memoryview] = [npy_header(shape)]
-    data += [memoryview(block.data) for block in blocks]
-    stored = store.put_content(prefix, features_suffix(array.site), data)
-    return _entry(stored, "features", site=array.site, shape=shape, dtype=NPY_DTYPE)
+    blocks = [np.ascontiguousarray(block[:, array.columns]) for block in assembled.features]
+    parts = encode_features(spec, array, blocks, assembled.feature_rows)
+    stored = store.put_content(prefix, features_suffix(array.site, spec.shard_format), parts)
+    shape = (assembled.feature_rows, *array.axes)
+    dtype = numpy_dtype(spec.dtype).str
+    return _entry(stored, "features", site=array.site, shape=shape, dtype=dtype)
 
 
 def _entry(
     stored: Stored,
-    role: Literal["features", "rows"],
+    role: Literal["features", "rows", "trace"],
     *,
     site: str | None = None,
     shape: tuple[int, ...] | None = None,

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
+from wllm_ray.dataset.dtypes import numpy_dtype, resolve_dtype
 from wllm_ray.dataset.layout import check_dataset_id
-from wllm_ray.dataset.manifest import DatasetSpec, ShardSpec
+from wllm_ray.dataset.manifest import DatasetSpec, ShardSpec, TraceSpec
 from wllm_ray.digest import canonical_json, rows_digest, sha256_hex
 from wllm_ray.errors import NotOfferedError
+from wllm_ray.offered import offered_sites
+from wllm_ray.offered import site_widths as offered_widths
 from wllm_ray.plan import ShardLimits
 from wllm_ray.positions import feature_rows_of
 from wllm_ray.records import CaptureIdentity, RowRecord
 from wllm_ray.requests import Served
-from wllm_ray.schema import ShardLayout
+from wllm_ray.schema import ShardLayout, StorageOptions
 
 __all__ = ["build_spec"]
 
@@ -28,7 +32,7 @@ def build_spec(
     site_widths: Sequence[int],
     dataset_id: str | None,
     limits: ShardLimits,
-    shard_layout: ShardLayout = "auto",
+    storage: StorageOptions,
 ) -> DatasetSpec:
     """The spec of a dataset.
 
@@ -39,19 +43,26 @@ def build_spec(
         site_widths: Width of each site of ``identity``.
         dataset_id: The id, or None for one made from everything else in the spec, so that the
             same request sent again finds the same dataset.
-        limits: Upper bounds of one shard.
-        shard_layout: ``stacked``: one file of all sites; ``per_site``: one file for each;
-            ``auto``: stacked where all are of one width.
+        limits: Upper bounds of one shard, where ``storage`` says nothing else.
+        storage: How it is stored.
 
     Raises:
         InvalidInputError: The id is not one plain path component.
-        NotOfferedError: Sites of different widths are to be stacked (``widths_not_representable``).
+        NotOfferedError: Sites of different widths are to be stacked (``widths_not_representable``),
+            or the engine's dtype is not stored (``storage_dtype_not_offered``).
     """
     if dataset_id is not None:
         check_dataset_id(dataset_id)
-    row_bytes = FLOAT32_BYTES * sum(site_widths)
-    bounded = ((row.request_digest, row_bytes * _most_feature_rows(identity, row)) for row in rows)
-    shards = tuple(_shard_specs(limits.cut(bounded)))
+    dtype = resolve_dtype(storage.storage_dtype, served.fingerprint.engine_dtype, identity.position)
+    trace = _trace_of(served) if storage.full_trace else None
+    vector_bytes = numpy_dtype(dtype).itemsize * sum(site_widths)
+    token_bytes = FLOAT32_BYTES * sum(trace.site_widths) if trace else 0
+
+    def most_bytes(row: RowRecord) -> int:
+        return vector_bytes * _most_feature_rows(identity, row) + token_bytes * row.tokens_bound
+
+    limits = replace(limits, max_rows=storage.rows_per_shard or limits.max_rows)
+    shards = tuple(_shard_specs(limits.cut((row.request_digest, most_bytes(row)) for row in rows)))
     spec = DatasetSpec(
         dataset_id=dataset_id or "unnamed",
         model=served.model,
@@ -60,9 +71,12 @@ def build_spec(
         site_widths=tuple(site_widths),
         position=identity.position,
         capture_mode=identity.capture_mode,
-        storage_dtype="float32",
-        shard_format="npy",
-        shard_layout=_resolved(shard_layout, identity.sites, site_widths),
+        storage_dtype=storage.storage_dtype,
+        dtype=dtype,
+        shard_format=storage.shard_format,
+        shard_layout=_resolved(storage.shard_layout, identity.sites, site_widths),
+        trace=trace,
+        mixed_fingerprints=storage.mixed_fingerprints,
         rows=sum(shard.rows for shard in shards),
         max_rows_per_shard=limits.max_rows,
         max_bytes_per_shard=limits.max_bytes,
@@ -72,6 +86,13 @@ def build_spec(
         return spec
     body = canonical_json(spec.model_dump(mode="json", exclude={"dataset_id"}))
     return spec.model_copy(update={"dataset_id": f"ds-{sha256_hex(body)[:20]}"})
+
+
+def _trace_of(served: Served) -> TraceSpec:
+    """Every site that the engine offers."""
+    sites = offered_sites(served)
+    names = tuple(str(site) for site in sites)
+    return TraceSpec(sites=names, site_widths=offered_widths(served, sites))
 
 
 def _most_feature_rows(identity: CaptureIdentity, row: RowRecord) -> int:

@@ -45,6 +45,7 @@ from wllm_ray.dataset.staged import (
     standing_manifest,
 )
 from wllm_ray.dataset.store import Store
+from wllm_ray.dataset.trace import taken_from_traces
 from wllm_ray.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -58,6 +59,7 @@ __all__ = [
     "create_spec",
     "load_spec",
     "orphans",
+    "put_receipt",
     "stage_shard",
     "staged_shards",
 ]
@@ -96,8 +98,8 @@ def create_spec(store: Store, spec: DatasetSpec, *, rows_of: RowsOf | None = Non
 
     Raises:
         ConflictError: The id stands for something else (``dataset_conflict``, or
-            ``dataset_immutable`` where it is committed). Details name every field, shard and row
-            that differs.
+            ``dataset_immutable`` where it is committed). Details name the fields that differ, or
+            else the shards and rows.
         IntegrityError: The id is committed, but its spec is missing or another one.
         StorageError: The root refused the write.
     """
@@ -129,7 +131,7 @@ def stage_shard(
         shard: Which shard.
         rows: All rows of the shard, in order.
         chunks: What engines returned for them, in any order; a later attempt on some rows is one
-            more chunk.
+            more chunk. Where the spec wants traces, they are of those sites at every token.
 
     Returns:
         The receipt, or the transient failures that are left; then nothing was written.
@@ -141,12 +143,13 @@ def stage_shard(
         StorageError: The root refused a write.
     """
     began = time.perf_counter()
-    assembled = assemble_shard(spec, shard, rows, chunks)
+    asked = [taken_from_traces(spec, chunk) for chunk in chunks] if spec.trace else chunks
+    assembled = assemble_shard(spec, shard, rows, asked)
     if assembled.transient:
         return StageResult(receipt=None, transient=assembled.transient)
     expect_not_lost(store, receipt_key(spec.dataset_id, shard), spec.dataset_id)
     digest = rows_sha256(assembled.outcomes)
-    files = write_files(store, spec, shard, assembled)
+    files = write_files(store, spec, shard, assembled, chunks)
     receipt = Receipt(
         spec_sha256=spec_digest(spec),
         shard=shard,
@@ -162,7 +165,7 @@ def stage_shard(
         selftest=chunks[0].description.selftest if chunks else None,
         timings=_timings(chunks, time.perf_counter() - began),
     )
-    return _put_receipt(store, spec, receipt)
+    return put_receipt(store, spec, receipt)
 
 
 def commit_manifest(store: Store, dataset_id: str) -> Manifest:
@@ -173,7 +176,8 @@ def commit_manifest(store: Store, dataset_id: str) -> Manifest:
 
     Raises:
         RowsFailedError: A shard has no receipt yet (``rows_failed``); details list them.
-        ConflictError: Shards come from different engines (``mixed_fingerprints``).
+        ConflictError: Shards come from different engines, which the spec does not allow
+            (``mixed_fingerprints``).
         NotFoundError: No dataset with this id was begun (``dataset_not_found``).
         IntegrityError: A receipt or a file is damaged, or the manifest that stands was not made
             from these receipts.
@@ -184,7 +188,8 @@ def commit_manifest(store: Store, dataset_id: str) -> Manifest:
     if standing is None:
         receipts = read_receipts(store, spec, sizes)
         _expect_all(spec, receipts)
-        _expect_one_fingerprint(receipts)
+        if not spec.mixed_fingerprints:
+            _expect_one_fingerprint(receipts)
     else:
         receipts = committed_receipts(store, spec, standing)
     for receipt in receipts.values():
@@ -193,7 +198,13 @@ def commit_manifest(store: Store, dataset_id: str) -> Manifest:
     return standing or _create_manifest(store, spec, receipts)
 
 
-def _put_receipt(store: Store, spec: DatasetSpec, receipt: Receipt) -> StageResult:
+def put_receipt(store: Store, spec: DatasetSpec, receipt: Receipt) -> StageResult:
+    """Create the receipt of a shard whose files are written; the first one stands.
+
+    Raises:
+        IntegrityError: Another receipt stands, and a file that it names is damaged.
+        StorageError: The root refused the write.
+    """
     key = receipt_key(spec.dataset_id, receipt.shard)
     try:
         return StageResult(receipt, created=store.put(key, document_bytes(receipt)))
@@ -239,7 +250,8 @@ def _expect_one_fingerprint(receipts: dict[int, Receipt]) -> None:
         raise ConflictError(
             f"shard {number} comes from an engine that may differ numerically from that of the "
             f"shards before it ({', '.join(fields)}), so nothing was committed; use another "
-            f"dataset id, or remove the receipts of one kind and run again",
+            f"dataset id (with mixed_fingerprints if unlike engines are what you want), or remove "
+            f"the receipts of one kind and run again",
             code="mixed_fingerprints",
             stage="commit_manifest",
             details={"shard": number, "fields": fields},

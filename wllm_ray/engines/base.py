@@ -22,14 +22,12 @@ from wllm_ray.engines.options import refuse
 from wllm_ray.engines.stream import ReceiptQueue, ShardStream
 from wllm_ray.engines.thread import EngineThread
 from wllm_ray.engines.wanted import Sites, Wanted, site_names
-from wllm_ray.errors import InvalidInputError
 from wllm_ray.inputs import Input, as_list, input_rows
 from wllm_ray.job.source import RowSource, SourcePlan, spec_of
-from wllm_ray.plan import ShardLimits
 from wllm_ray.positions import PositionLike
 from wllm_ray.records import EngineDescription
 from wllm_ray.requests import Selection
-from wllm_ray.schema import ShardLayout
+from wllm_ray.schema import StorageOptions
 from wllm_ray.sites import HookSite
 from wllm_ray.tokens import Tokenizer
 
@@ -194,8 +192,7 @@ class ActivationEngine:
         root: Root,
         dataset_id: str | None = None,
         *,
-        rows_per_shard: int | None = None,
-        shard_layout: ShardLayout = "auto",
+        storage: StorageOptions | None = None,
         batch_size: Sequences | None = None,
         row_ids: Iterable[str] | None = None,
         metadata: Iterable[Mapping[str, Any]] | None = None,
@@ -211,9 +208,7 @@ class ActivationEngine:
                 once.
             root: Where datasets lie: a path, ``s3://…``, ``gs://…``, ``az://…``, or an open store.
             dataset_id: The dataset's id; default: made from what is asked.
-            rows_per_shard: At most so many rows in a shard.
-            shard_layout: One file of all sites (``stacked``) or one for each (``per_site``);
-                ``auto`` stacks sites that are equally wide.
+            storage: How the dataset is stored: rows per shard, layout, format, dtype, traces.
             batch_size: As for :meth:`set_sequences_per_call`; default: what is set.
             row_ids: One id per input.
             metadata: One JSON-like mapping per input.
@@ -229,13 +224,12 @@ class ActivationEngine:
             selection,
             _source(inputs, row_ids, metadata),
             dataset_id,
-            _shard_limits(rows_per_shard),
-            shard_layout=shard_layout,
+            storage=storage or StorageOptions(),
         )
         spec, store = spec_of(plan), open_store(root)
 
         async def write(receipts: ReceiptQueue) -> Manifest:
-            calls = self._calls(selection, batching)
+            calls = self._calls(plan.captured, batching)
             return await write_dataset(calls, store, plan, spec, receipts)
 
         return ShardStream(spec, write, self._thread)
@@ -275,16 +269,6 @@ class ActivationEngine:
         names = self._selection.identity.sites if sites is None else site_names(sites)
         where = self._selection.position if position is None else position
         return Wanted(None if names is None else list(names), where).on(self.description)
-
-
-def _shard_limits(rows_per_shard: int | None) -> ShardLimits:
-    if rows_per_shard is None:
-        return ShardLimits()
-    if rows_per_shard < 1:
-        raise InvalidInputError(
-            f"rows_per_shard is at least 1, found {rows_per_shard}", code="invalid_argument"
-        )
-    return ShardLimits(max_rows=rows_per_shard)
 
 
 def _source(

@@ -37,7 +37,9 @@ from wllm_ray.schema import (
     ModelCard,
     ModelList,
     OfferedSite,
+    ShardFormat,
     ShardLayout,
+    StorageDtype,
 )
 from wllm_ray.wire import ARROW_STREAM, JSON, NPY, encode_arrow, encode_json, encode_npy
 
@@ -102,9 +104,9 @@ def _extraction_schema(service: ExtractionService[Any], max_body_bytes: int) -> 
         depth_bounded=description.depth_bounded,
         precision=description.fingerprint.precision,
         capture_modes=("replay",),
-        persistence=("none", "dataset") if service.has_store else ("none",),
-        storage_dtypes=("float32",),
-        shard_formats=("npy",),
+        persistence=("none", "dataset", "full_trace") if service.has_store else ("none",),
+        storage_dtypes=get_args(StorageDtype),
+        shard_formats=get_args(ShardFormat),
         shard_layouts=get_args(ShardLayout),
         media_types=MEDIA_TYPES,
         max_body_bytes=max_body_bytes,

@@ -16,9 +16,9 @@ from wllm_ray.dataset.manifest import DatasetSpec
 from wllm_ray.dataset.spec import build_spec
 from wllm_ray.plan import Shard, ShardLimits
 from wllm_ray.records import InputRow, RowRecord
-from wllm_ray.requests import Selection, Served
-from wllm_ray.schema import ShardLayout
-from wllm_ray.tokens import make_record
+from wllm_ray.requests import Selection, Served, traced
+from wllm_ray.schema import StorageOptions
+from wllm_ray.tokens import make_records
 
 __all__ = [
     "NamedRows",
@@ -45,16 +45,21 @@ class SourcePlan:
         selection: What is captured of every row.
         rows: Called for each pass over the input; yields rows that have been checked.
         dataset_id: The id, or None for one made from everything that is asked.
-        shard_limits: Upper bounds of one shard.
-        shard_layout: Whether sites share a file.
+        limits: Upper bounds of one shard, where ``storage`` says nothing else.
+        storage: How the dataset is stored.
     """
 
     served: Served
     selection: Selection
     rows: RowSource
     dataset_id: str | None
-    shard_limits: ShardLimits = field(default_factory=ShardLimits)
-    shard_layout: ShardLayout = "auto"
+    limits: ShardLimits = field(default_factory=ShardLimits)
+    storage: StorageOptions = field(default_factory=StorageOptions)
+
+    @property
+    def captured(self) -> Selection:
+        """What is captured: with traces more than what is asked."""
+        return traced(self.served, self.selection) if self.storage.full_trace else self.selection
 
 
 def spec_of(plan: SourcePlan) -> DatasetSpec:
@@ -63,11 +68,11 @@ def spec_of(plan: SourcePlan) -> DatasetSpec:
     return build_spec(
         plan.served,
         identity,
-        (make_record(index, row, identity) for index, row in enumerate(plan.rows())),
+        make_records(plan.rows(), identity),
         site_widths=plan.selection.site_widths,
         dataset_id=plan.dataset_id,
-        limits=plan.shard_limits,
-        shard_layout=plan.shard_layout,
+        limits=plan.limits,
+        storage=plan.storage,
     )
 
 
@@ -123,4 +128,4 @@ class NamedRows:
 
     def _named(self, rows: Sequence[InputRow], first_index: int) -> list[RowRecord]:
         identity = self._plan.selection.identity
-        return [make_record(n, row, identity) for n, row in enumerate(rows, start=first_index)]
+        return list(make_records(rows, identity, first_index))
