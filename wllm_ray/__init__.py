@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from wllm_ray.dataset.reader import ActivationDataset, load_dataset
     from wllm_ray.engines.transformers import TransformersEngine
     from wllm_ray.engines.vllm import VLLMEngine
+    from wllm_ray.schema import StorageOptions
 
 __all__ = [
     "ActivationDataset",
+    "StorageOptions",
     "TransformersEngine",
     "VLLMEngine",
     "__version__",
@@ -22,6 +24,7 @@ __all__ = [
 
 _MODULES = {
     "ActivationDataset": "wllm_ray.dataset.reader",
+    "StorageOptions": "wllm_ray.schema",
     "TransformersEngine": "wllm_ray.engines.transformers",
     "VLLMEngine": "wllm_ray.engines.vllm",
     "load_dataset": "wllm_ray.dataset.reader",

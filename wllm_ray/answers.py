@@ -181,6 +181,7 @@ def dataset_answer(
     return _response(prepared, results).model_copy(
         update={
             "shape": manifest.shape,
+            "dtype": manifest.dtype,
             "dataset": dataset_reference(manifest),
             "fingerprint": manifest.fingerprint,
             "versions": manifest.versions,

@@ -155,7 +155,10 @@ def site_values(rows, spec, site: int) -> np.ndarray:
         if row.failure is None
         for position in _positions(spec.position, len(row.token_ids))
     ]
-    return np.asarray(values, dtype=np.float32).reshape(-1, width)
+    array = np.asarray(values, dtype=np.float32).reshape(-1, width)
+    if spec.dtype == "bfloat16":  # what an engine in that dtype computes
+        array = (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    return array
 
 
 def _positions(position: str, tokens: int) -> Sequence[int]:
@@ -172,9 +175,18 @@ def features_of(row, spec) -> np.ndarray:
     )
 
 
+def captured_of(spec: DatasetSpec) -> DatasetSpec:
+    """The spec of what an engine is asked for: with traces, all their sites at every token."""
+    if spec.trace is None:
+        return spec
+    fields = {"position": "all_prompt", "trace": None, "shard_layout": "per_site"}
+    return spec.model_copy(update=fields | spec.trace.model_dump())
+
+
 def capture(rows, spec, *, failures=None, features=None, **description_changes) -> CapturedChunk:
     """What an engine would return for these rows; ``failures`` is index → RowFailure."""
     failures = failures or {}
+    spec = captured_of(spec)
     rows = [row for row in rows if row.failure is None]
     blocks = {
         row.index: (features or {}).get(row.index, features_of(row, spec))
@@ -194,15 +206,18 @@ def capture(rows, spec, *, failures=None, features=None, **description_changes) 
     )
 
 
-def stage_all(store, spec, rows) -> None:
+def stage_all(store, spec, rows, **described) -> None:
     create_spec(store, spec)
     for shard in range(len(spec.shards)):
         part = rows_of(spec, rows, shard)
-        stage_shard(store, spec, shard, part, [capture(part, spec)])
+        stage_shard(store, spec, shard, part, [capture(part, spec, **described)])
 
 
-def write_dataset(store, rows, **options):
-    """Spec, shards and manifest in one go; returns the manifest."""
+def write_dataset(store, rows, *, described=None, **options):
+    """Spec, shards and manifest in one go; returns the manifest.
+
+    ``described`` holds changes to the engine's fingerprint.
+    """
     spec = make_spec(rows, **options)
-    stage_all(store, spec, rows)
+    stage_all(store, spec, rows, **(described or {}))
     return commit_manifest(store, spec.dataset_id)

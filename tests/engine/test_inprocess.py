@@ -21,7 +21,7 @@ from wllm_ray.engines.transformers import TransformersOptions
 from wllm_ray.engines.vllm import VLLMOptions
 from wllm_ray.errors import InvalidInputError, NotFoundError, NotOfferedError
 from wllm_ray.extraction import ExtractionService
-from wllm_ray.schema import ActivationRequest
+from wllm_ray.schema import ActivationRequest, StorageOptions
 
 SPLIT = 64
 PROMPTS = ["The sea is wide.", "a", "The long way home leads past the old mill. " * 6]
@@ -138,7 +138,9 @@ async def test_cancelling_frees_what_the_engine_holds(opened):
 async def test_a_stream_writes_the_dataset_that_an_application_writes(engine, path, tmp_path):
     rows = [{"id": f"r{n}", "prompt": text} for n, text in enumerate([*PROMPTS, "", *PROMPTS])]
     engine.set_sequences_per_call(3)
-    stream = engine.stream_to_disk(rows, tmp_path / "here", rows_per_shard=3)
+    stream = engine.stream_to_disk(
+        rows, tmp_path / "here", storage=StorageOptions(rows_per_shard=3)
+    )
     receipts = await asyncio.to_thread(list, stream)
     assert [one.shard for one in receipts] == [0, 1, 2]
     dataset = load_dataset(tmp_path / "here", stream.spec.dataset_id, verify="full")

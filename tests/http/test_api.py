@@ -241,9 +241,12 @@ async def test_a_dataset_without_a_storage_root_is_refused():
         ({"position": 0}, 422, "invalid_request"),
         ({"shard_layout": "flat"}, 422, "invalid_request"),
         ({"capture_mode": "online"}, 422, "capture_mode_not_offered"),
-        ({"persistence": "full_trace"}, 422, "persistence_not_offered"),
-        ({"storage_dtype": "float16"}, 422, "storage_dtype_not_offered"),
-        ({"shard_format": "arrow"}, 422, "shard_format_not_offered"),
+        ({"persistence": "everything"}, 422, "invalid_request"),
+        ({"storage_dtype": "int8"}, 422, "invalid_request"),
+        ({"shard_format": "csv"}, 422, "invalid_request"),
+        # Said of a dataset where none is asked for.
+        ({"storage_dtype": "float16"}, 422, "invalid_request"),
+        ({"dataset_id": "d"}, 422, "invalid_request"),
         ({"model": "other"}, 404, "model_not_found"),
     ],
 )

@@ -193,9 +193,9 @@ async def test_npy_refuses_sites_of_unequal_width_before_anything_runs():
 @pytest.mark.parametrize("position", ["all_prompt", "index:0,-1", "mean_prompt"])
 async def test_a_committed_ragged_dataset_is_what_the_inline_answer_says(tmp_path, position):
     app = Application(open_store(tmp_path))
-    request = body(rows=ROWS, layers=[0, 2], position=position, rows_per_shard=2)
+    request = body(rows=ROWS, layers=[0, 2], position=position)
     inline = decode_arrow((await post(app, request, accept=ARROW_STREAM)).content)
-    kept = {"persistence": "dataset", "dataset_id": "d"}
+    kept = {"persistence": "dataset", "dataset_id": "d", "rows_per_shard": 2}
     for _ in range(2):  # the second answer is about what is there already
         answer = (await post(app, request | kept)).json()
         assert answer["rows"] == [row.model_dump(mode="json") for row in inline.response.rows]

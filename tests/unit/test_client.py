@@ -46,7 +46,7 @@ from wllm_ray.inputs import as_list, input_rows
 from wllm_ray.plan import ShardLimits
 from wllm_ray.records import CaptureIdentity, Chunk, InputRow, RowFailure
 from wllm_ray.requests import select
-from wllm_ray.schema import ActivationResponse, ExtractionSchema
+from wllm_ray.schema import ActivationResponse, ExtractionSchema, StorageOptions
 from wllm_ray.sites import HookSite, parse_site
 
 SOURCES = Path(__file__).resolve().parents[2]
@@ -262,7 +262,9 @@ def test_sites_of_unequal_width_are_read_one_by_one(tmp_path, persist):
 @pytest.mark.parametrize("layout", ["auto", "per_site"])
 def test_a_ragged_dataset_has_one_digest_wherever_it_is_built(tmp_path, layout, position):
     limits = ExtractionLimits(shard=ShardLimits(max_rows=5, max_bytes=80 * 2 * HIDDEN_SIZE * 4))
-    options = {"layers": [0, 3], "position": position, "shard_layout": layout, "batch_size": 3}
+    stored = {"shard_layout": layout, "shard_format": "arrow", "storage_dtype": "float16"}
+    storage = StorageOptions(**stored if layout == "per_site" else {"shard_layout": layout})
+    options = {"layers": [0, 3], "position": position, "storage": storage, "batch_size": 3}
     inputs = [f"prompt {'x' * n}" for n in range(9)] + ["", [1, 2, 3], [1] * 99]
     app = Application(open_store(tmp_path), limits=limits)
     with client_of(app, artifact_root=tmp_path) as client:

@@ -22,7 +22,7 @@ from wllm_ray.errors import (
 )
 from wllm_ray.job.rows_file import RowsFile
 from wllm_ray.records import RowFailure
-from wllm_ray.schema import ActivationRequest
+from wllm_ray.schema import ActivationRequest, StorageOptions
 
 WIDE = "L3_attn_out_prelinear"
 PROMPTS = [f"prompt {n}" if n != 3 else "" for n in range(20)]
@@ -55,7 +55,7 @@ def wait_until(condition, seconds=5.0):
 
 @pytest.mark.requirement("P-3", "C-16")
 def test_receipts_come_in_shard_order_and_the_dataset_is_committed_at_the_end(engine, tmp_path):
-    stream = engine.stream_to_disk(rows(), tmp_path, "d", rows_per_shard=3)
+    stream = engine.stream_to_disk(rows(), tmp_path, "d", storage=StorageOptions(rows_per_shard=3))
     assert not list(tmp_path.iterdir()), "nothing runs before the first receipt is asked for"
     seen = []
     for receipt in stream:
@@ -75,7 +75,9 @@ def test_receipts_come_in_shard_order_and_the_dataset_is_committed_at_the_end(en
 @pytest.mark.requirement("P-3", "C-8")
 def test_ragged_rows_and_sites_of_unlike_width_reach_the_disk(engine, tmp_path):
     engine.set_active_sites(["embed", WIDE], "all_prompt")
-    receipts = list(engine.stream_to_disk(PROMPTS, tmp_path, "d", rows_per_shard=6))
+    receipts = list(
+        engine.stream_to_disk(PROMPTS, tmp_path, "d", storage=StorageOptions(rows_per_shard=6))
+    )
     assert len(receipts) == 4
     dataset = load_dataset(tmp_path, "d", verify="full")
     in_memory = engine.extract(PROMPTS)
@@ -97,20 +99,22 @@ async def test_the_content_digest_is_that_of_the_served_path(engine, tmp_path, b
 
 @pytest.mark.requirement("P-3")
 def test_a_second_run_resumes_and_yields_what_was_there(engine, low, tmp_path):
-    stream = engine.stream_to_disk(rows(), tmp_path, "d", rows_per_shard=4)
+    stream = engine.stream_to_disk(rows(), tmp_path, "d", storage=StorageOptions(rows_per_shard=4))
     first = next(stream)
     stream.close()
     assert list(stream) == []
     assert stream.manifest is None
     wait_until(lambda: low.running == 0)
     low.captured.clear()
-    receipts = list(engine.stream_to_disk(rows(), tmp_path, "d", rows_per_shard=4))
+    receipts = list(
+        engine.stream_to_disk(rows(), tmp_path, "d", storage=StorageOptions(rows_per_shard=4))
+    )
     assert [one.shard for one in receipts] == list(range(5))
     assert receipts[0] == first
     assert tuple(b"prompt 0") not in low.captured
     assert tuple(b"prompt 19") in low.captured
     low.captured.clear()
-    again = engine.stream_to_disk(rows(), tmp_path, "d", rows_per_shard=4)
+    again = engine.stream_to_disk(rows(), tmp_path, "d", storage=StorageOptions(rows_per_shard=4))
     assert list(again) == receipts
     assert again.manifest is not None
     assert not low.captured
@@ -125,7 +129,9 @@ def test_other_rows_under_the_same_id_fail_closed(engine, tmp_path):
 
 @pytest.mark.requirement("P-3")
 def test_a_consumer_that_stops_asking_stops_the_work(engine, low, tmp_path):
-    stream = engine.stream_to_disk([f"p{n}" for n in range(100)], tmp_path, "d", rows_per_shard=1)
+    stream = engine.stream_to_disk(
+        [f"p{n}" for n in range(100)], tmp_path, "d", storage=StorageOptions(rows_per_shard=1)
+    )
     next(stream)
     time.sleep(0.5)
     ahead = low.tasks
@@ -136,7 +142,9 @@ def test_a_consumer_that_stops_asking_stops_the_work(engine, low, tmp_path):
 @pytest.mark.requirement("P-3", "R-7")
 def test_letting_go_of_the_stream_cancels_what_runs(engine, low, tmp_path):
     low.delay_s = 0.05
-    for receipt in engine.stream_to_disk(rows(), tmp_path, "d", rows_per_shard=1):
+    for receipt in engine.stream_to_disk(
+        rows(), tmp_path, "d", storage=StorageOptions(rows_per_shard=1)
+    ):
         assert receipt.shard == 0
         low.delay_s = 30
         wait_until(lambda: low.running == 2)
@@ -163,7 +171,16 @@ def test_while_one_shard_is_written_the_next_is_captured(engine, low, tmp_path, 
 
     low.capture_async = capture_async
     monkeypatch.setattr("wllm_ray.engines.calls.stage_shard", stage)
-    assert len(list(engine.stream_to_disk(rows(), tmp_path, "d", rows_per_shard=10))) == 2
+    assert (
+        len(
+            list(
+                engine.stream_to_disk(
+                    rows(), tmp_path, "d", storage=StorageOptions(rows_per_shard=10)
+                )
+            )
+        )
+        == 2
+    )
 
 
 def engine_stage():
@@ -182,14 +199,23 @@ def test_a_write_error_reaches_the_consumer_and_nothing_is_committed(engine, tmp
 
     store = open_store(tmp_path)
     store.__class__ = FullDisk
-    stream = engine.stream_to_disk(rows(), store, "d", rows_per_shard=4)
+    stream = engine.stream_to_disk(rows(), store, "d", storage=StorageOptions(rows_per_shard=4))
     seen = []
     with pytest.raises(StorageError, match="no space left"):
         seen.extend(receipt.shard for receipt in stream)
     assert stream.manifest is None
     assert not (tmp_path / "datasets/d/manifest.json").exists()
     # The disk has room again: what was written is not captured again.
-    assert len(list(engine.stream_to_disk(rows(), tmp_path, "d", rows_per_shard=4))) == 5
+    assert (
+        len(
+            list(
+                engine.stream_to_disk(
+                    rows(), tmp_path, "d", storage=StorageOptions(rows_per_shard=4)
+                )
+            )
+        )
+        == 5
+    )
 
 
 @pytest.mark.requirement("P-3", "D-10")
@@ -201,14 +227,14 @@ def test_rows_that_may_still_succeed_leave_the_rest_written_and_nothing_committe
         if row.token_ids.tolist() == list(b"prompt 5")
         else None
     )
-    stream = engine.stream_to_disk(rows(), tmp_path, "d", rows_per_shard=4)
+    stream = engine.stream_to_disk(rows(), tmp_path, "d", storage=StorageOptions(rows_per_shard=4))
     seen = []
     with pytest.raises(RowsFailedError, match="row 5, hook_failed") as failed:
         seen.extend(receipt.shard for receipt in stream)
     assert seen == [0, 2, 3, 4]
     assert failed.value.details["failures"][0]["id"] == "r5"
     low.fault = lambda _row: None
-    again = engine.stream_to_disk(rows(), tmp_path, "d", rows_per_shard=4)
+    again = engine.stream_to_disk(rows(), tmp_path, "d", storage=StorageOptions(rows_per_shard=4))
     assert [one.shard for one in again] == list(range(5))
     assert again.manifest is not None
 
@@ -239,13 +265,12 @@ def test_what_cannot_be_is_refused_before_anything_runs(engine, low, tmp_path):
     for asked in (
         {"dataset_id": "../d"},
         {"batch_size": 0},
-        {"rows_per_shard": 0},
     ):
         with pytest.raises(InvalidInputError):
             engine.stream_to_disk(rows(), tmp_path, **asked)
     engine.set_active_sites(["embed", WIDE])
     with pytest.raises(InvalidInputError, match="per_site"):
-        engine.stream_to_disk(rows(), tmp_path, shard_layout="stacked")
+        engine.stream_to_disk(rows(), tmp_path, storage=StorageOptions(shard_layout="stacked"))
     assert (low.tasks, list(tmp_path.iterdir())) == (0, [])
 
 
@@ -253,7 +278,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(engine, low, tmp_path):
 def test_closing_the_engine_ends_a_stream(low, tmp_path):
     low.delay_s = 0.01
     engine = ActivationEngine(lambda: (low, FakeTokenizer()))
-    stream = engine.stream_to_disk(rows(), tmp_path, "d", rows_per_shard=1)
+    stream = engine.stream_to_disk(rows(), tmp_path, "d", storage=StorageOptions(rows_per_shard=1))
     next(stream)
     engine.close()
     assert low.running == 0
