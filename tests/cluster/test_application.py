@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.cluster.conftest import BIN, ROOT, cluster_env
-from wllm_ray import load_dataset
+from wllm_ray import StorageOptions, load_dataset
 from wllm_ray.client import WLLMClient
-from wllm_ray.wire import decode_arrow
+from wllm_ray.wire import ARROW_STREAM, decode_arrow
 
 ROWS = [
     {"id": f"row-{n}", "prompt": "the cat sat on the mat " * (n + 1), "metadata": {"n": n}}
@@ -54,9 +54,7 @@ def test_probes_models_and_schema_answer(application):
 @pytest.mark.requirement("H-1", "H-2")
 def test_the_three_inline_forms_hold_the_same_numbers(application):
     as_json = post(application, body(application)).json()
-    as_arrow = decode_arrow(
-        post(application, body(application), "application/vnd.apache.arrow.stream").content
-    )
+    as_arrow = decode_arrow(post(application, body(application), ARROW_STREAM).content)
     as_npy = np.load(io.BytesIO(post(application, body(application), "application/x-npy").content))
     features = np.array(as_json["features"], dtype=np.float32)
     assert features.shape == (6, 2, as_json["shape"][2])
@@ -85,13 +83,13 @@ def test_all_tokens_and_unlike_sites_are_the_same_inline_by_the_client_and_on_th
     asked = {
         "sites": ["L1_mlp_out", "embed", "L0_attn_out_prelinear", "final_norm"],
         "position": "all_prompt",
-        "shard_layout": "per_site",
     }
     payload = body(application, layers=None, **asked)
-    inline = decode_arrow(post(application, payload, "application/vnd.apache.arrow.stream").content)
+    inline = decode_arrow(post(application, payload, ARROW_STREAM).content)
     lengths = [len(row.token_ids) for row in inline.response.rows]
     assert [row.length for row in inline.response.rows] == lengths
-    answer = post(application, payload | {"persistence": "dataset", "dataset_id": "ragged"})
+    kept = {"persistence": "dataset", "dataset_id": "ragged", "shard_layout": "per_site"}
+    answer = post(application, payload | kept)
     assert answer.status_code == 200, answer.text
     stored = load_dataset(application.root, "ragged", verify="full")
     with WLLMClient(application.base_url) as client:
@@ -100,6 +98,7 @@ def test_all_tokens_and_unlike_sites_are_the_same_inline_by_the_client_and_on_th
             [row["prompt"] for row in ROWS],
             row_ids=[row["id"] for row in ROWS],
             metadata=[row["metadata"] for row in ROWS],
+            storage=StorageOptions(shard_layout="per_site"),
             **asked,
         )
     assert local.manifest.content_sha256 == stored.manifest.content_sha256
@@ -113,6 +112,26 @@ def test_all_tokens_and_unlike_sites_are_the_same_inline_by_the_client_and_on_th
         stored.site("L1_mlp_out")[stored.offsets[1:] - 1],
         np.array(last["features"], dtype=np.float32)[:, 0],
     )
+
+
+@pytest.mark.requirement("D-9", "D-1", "C-10")
+def test_traces_are_kept_beside_features_in_the_engines_own_dtype(application):
+    """What a plain dataset of the same rows holds, and every site at every token."""
+    asked = body(application, layers=None, sites=["L1_mlp_out"], position="mean_prompt")
+    kept = {"shard_format": "arrow", "storage_dtype": "native", "rows_per_shard": 2}
+    plain = asked | kept | {"persistence": "dataset", "dataset_id": "untraced"}
+    traced = asked | kept | {"persistence": "full_trace", "dataset_id": "traced"}
+    first, second = (post(application, one).json()["dataset"] for one in (plain, traced))
+    assert first["content_sha256"] == second["content_sha256"]
+    dataset = load_dataset(application.root, "traced", verify="full")
+    every = body(application, layers=None, sites=["L0_attn_out", "embed"], position="all_prompt")
+    inline = decode_arrow(post(application, every, ARROW_STREAM).content)
+    for row in inline.response.rows:
+        trace = dataset.trace(row.id)
+        tokens = slice(row.offset, row.offset + row.length)
+        assert trace.token_ids.tolist() == row.token_ids
+        np.testing.assert_array_equal(trace.sites["L0_attn_out"], inline.site(0)[tokens])
+        np.testing.assert_array_equal(trace.sites["embed"], inline.site(1)[tokens])
 
 
 @pytest.mark.requirement("H-1", "H-7")

@@ -168,12 +168,17 @@ def test_a_submitted_job_makes_the_dataset_that_http_makes_and_finds_it_done(job
 def test_a_row_that_cannot_run_makes_the_driver_exit_with_one(jobs, tmp_path):
     rows = [*prompts(3), {"id": "long", "token_ids": [5] * 257}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    done = jobs.submit(path, "--dataset-id", "one-fails", submit=("--submission-id", "one-fails"))
+    stored = ("--shard-format", "arrow", "--storage-dtype", "float16", "--full-trace")
+    options = ("--dataset-id", "one-fails", *stored)
+    done = jobs.submit(path, *options, submit=("--submission-id", "one-fails"))
     assert done.returncode == 1
     assert jobs.details("one-fails")["driver_exit_code"] == 1
     summary = last_json(done.stdout)
     assert (summary["exit_code"], summary["failures_by_code"]) == (1, {"too_long": 1})
-    assert load_dataset(jobs.application.root, "one-fails").row_ids == ["row-0", "row-1", "row-2"]
+    dataset = load_dataset(jobs.application.root, "one-fails", verify="full")
+    assert dataset.row_ids == ["row-0", "row-1", "row-2"]
+    assert (dataset.manifest.shard_format, dataset.manifest.dtype) == ("arrow", "float16")
+    assert len(dataset.trace("row-1").sites) > 1
 
 
 @pytest.mark.requirement("L-5", "R-3", "D-3", "D-5")

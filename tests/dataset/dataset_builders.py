@@ -72,14 +72,16 @@ def description(**changes) -> EngineDescription:
     )
 
 
-def make_rows(count: int, *, failed: Sequence[int] = (), sites=("L1_resid_post",)):
+def make_rows(
+    count: int, *, failed: Sequence[int] = (), sites=("L1_resid_post",), position="last_prompt"
+):
     """Rows with ids that sort wrongly as text, some in other scripts."""
     identity = CaptureIdentity(
         model_revision="a" * 40,
         tokenizer_revision="b" * 40,
         chat_template_sha256=None,
         sites=tuple(sites),
-        position="last_prompt",
+        position=position,
         capture_mode="replay",
     ).model_dump()
     return [_row(index, identity, failed=index in failed) for index in range(count)]

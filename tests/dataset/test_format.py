@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import struct
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from dataset_builders import FAILED_ROW, make_rows, make_spec, value_of, write_dataset
@@ -16,12 +18,14 @@ import wllm_ray.dataset
 from wllm_ray import digest
 from wllm_ray.dataset.features import npy_header
 from wllm_ray.dataset.manifest import DatasetSpec, Manifest, Receipt
+from wllm_ray.dataset.reader import load_dataset
 from wllm_ray.dataset.shard import ROWS_SCHEMA
 from wllm_ray.errors import ROW_FAILURE_CODES
 
 pytestmark = pytest.mark.requirement("D-1", "D-3")
 
 FORMAT = (Path(wllm_ray.dataset.__file__).parent / "FORMAT.md").read_text(encoding="utf-8")
+GOLDEN_FOLDER = Path(__file__).parent / "golden/v1"
 GOLDEN = re.findall(r"^\| (\w+) \| `(.+)` \| `(.+)` \|$", FORMAT, re.MULTILINE)
 
 
@@ -166,3 +170,40 @@ def test_the_rows_table_is_the_same_bytes_every_time(local):
     second = write_dataset(local, rows, dataset_id="two")
     assert [s.files for s in first.shards] == [s.files for s in second.shards]
     assert make_spec(rows).rows == 5
+
+
+# --- the reader that the page ends with -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def second_reader():
+    (code,) = re.findall(r"^```python\n(.*?)^```$", FORMAT, re.DOTALL | re.MULTILINE)
+    namespace = {}
+    exec(compile(code, "FORMAT.md", "exec"), namespace)
+    return namespace["read"]
+
+
+@pytest.mark.parametrize("name", ["golden", "golden-per-site", "golden-arrow", "golden-trace"])
+def test_the_second_reader_reads_what_the_first_one_reads(second_reader, name):
+    found, ours = second_reader(GOLDEN_FOLDER, name), load_dataset(GOLDEN_FOLDER, name)
+    good = [row for row in found["rows"] if row["status"] == "ok"]
+    assert [row["id"] for row in good] == ours.row_ids
+    assert [json.loads(row["metadata"]) for row in good] == ours.metadata
+    assert [row["token_ids"] for row in good] == [ids.tolist() for ids in ours.token_ids]
+    assert [row["length"] for row in good] == np.diff(ours.offsets).tolist()
+    for site in ours.manifest.sites:
+        assert found["features"][site].dtype == np.float32
+        assert np.array_equal(found["features"][site], ours.site(site))
+
+
+@pytest.mark.parametrize("name", ["golden", "golden-arrow"])
+def test_the_second_reader_finds_damage_in_every_file_that_it_reads(second_reader, tmp_path, name):
+    shutil.copytree(GOLDEN_FOLDER / "datasets" / name, tmp_path / "datasets" / name)
+    assert second_reader(tmp_path, name)
+    paths = [p for p in (tmp_path / "datasets" / name).iterdir() if "receipt" not in p.name]
+    for path in paths:
+        good = path.read_bytes()
+        path.write_bytes(good[:-20] + bytes([good[-20] ^ 1]) + good[-19:])
+        with pytest.raises(ValueError, match=r"\w"):
+            second_reader(tmp_path, name)
+        path.write_bytes(good)

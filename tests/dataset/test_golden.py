@@ -54,21 +54,21 @@ DATASETS = {
 }
 DIGESTS = {
     "golden": {
-        "content": "cbeee790e609e4c235828f78832d32148f808ee364672203551e0bf90626a124",
-        "manifest": "b8e626cc09a4576cdd6620369f2f0295c40c0ea6c100bbc311dd2b113b7ef6f5",
+        "content": "addc223f88357e0494f36ae30451bd0fb7485a2d81b734d69c353932bc683f6c",
+        "manifest": "e08bf7e3987513dfab4cb5bde3654e4a990f43cd12b1995a58a81e69693d78d9",
         "features": [
             "f687a5dffc295aeb33e8f369a23e827f03c91ef107fb693994e77c6a52b0f5e4",
             "b6bb75a8294b0c08c68114793d9ac3b1612bcb104aca9d49810c7c1ff1eb9074",
         ],
         "rows": [
-            "711e5c53e70c04e73fbd519b55ae8f3fd68d8a084fa81fe535f837486ae9b25f",
-            "2613e89e4186949851e522537fb8a98e9d306a1f2707826a380e4e9cf510da67",
+            "b491fbf010b79bf2ceb8387ba3253893bbc173f089a6ab50930a0ba8ec4e8eac",
+            "b91629acb5df1fb9678b288dbfa25b2fd624dc25d8a60aaf43fc958c37507361",
         ],
         "traces": [],
     },
     "golden-per-site": {
-        "content": "154efa1bdea9a04427cb7979ea1e53201bb3699154a4333d5850b411ae4a4947",
-        "manifest": "4c75fa29d3117a0ff05343823318eaf278c0285f55f6165f24b7c0babbaa067f",
+        "content": "1f0e2dc64c5deec0e9c756099fdc73a45cdcd218328e813108123dcecf8254b3",
+        "manifest": "b2e5f2c2087837114e69fce82d41c74851b24811e412bb05726b3d8a3f3f13a7",
         "features": [
             "b98f7d5b1ec9fc82b773771a952768c687f1b113a14eb8c2d9e4a103093f6ebb",
             "56cc3d48cba9a18951dedbad031d643db55f97f669bf98ab8f24dfa51567acc4",
@@ -76,27 +76,27 @@ DIGESTS = {
             "4aac186203bfa45d93d97decbc75c28b73d76787b785465a898aa8907fbe4d22",
         ],
         "rows": [
-            "b2e3f561acaa80d6624c2bad678b13f95a741ee7532f5f64a140c630295e3a7f",
-            "031aae13df911df53442df4b4971d27fd117820b9ef5320faa3acb08a871e299",
+            "27e7bce59d3d734a5a468aa9bf73e8dac8be8f34f6aa344ee7eff71a172c45bf",
+            "1883c9ea229c0be6755b332278eba223307f7470312d0872ee5afdc3cc8fc519",
         ],
         "traces": [],
     },
     "golden-arrow": {
-        "content": "51a8854c18a28ac72c73a88091b22cfa44253566155ba171eb0be9f84f6aa685",
-        "manifest": "a4dcbb4d7950ac927c24b922c09f86923906bca87d98cb8ccee241d68513f254",
+        "content": "44a506798851b7dd300e37722308205ed4edb7c99f660cc5ae4a2bbf481552cd",
+        "manifest": "626aadf645c5a14b26785577b23d1055f720083f7979e39e187f2692e7b024cf",
         "features": [
             "c92889add1358b5436b5b52fa8214ffbe1bee43b872201fcb65ed17f9ba28751",
             "a150fc71f0f1509d5d4551d57bb18dad7b83e4f180f474f638e761308c0f9478",
         ],
         "rows": [
-            "711e5c53e70c04e73fbd519b55ae8f3fd68d8a084fa81fe535f837486ae9b25f",
-            "2613e89e4186949851e522537fb8a98e9d306a1f2707826a380e4e9cf510da67",
+            "45fdd7421e1d59eae3daa90de68de41ec842dfe9daf602d06b98104f62a7a6d7",
+            "ec8d226d4d2998900ed6420bec3946b7d2aab61c7c3442c21cb9e231f950bf1e",
         ],
         "traces": [],
     },
     "golden-trace": {
-        "content": "4bc2824900b3d9d09292527604a711e3787f00085b9f3e0a311dcb86a59ae229",
-        "manifest": "850d0d55a61f60b8ce958899912e6323c0c9da637440709ca0e735d948cc1974",
+        "content": "99215f6e526148b0f42772ed7d9c583aa2366bf3f17ddcca5fd61da802f812da",
+        "manifest": "cc2f05d094c8dc6b9808c271e1a6589ece97bc93cf10b8eb90ae4a74ffa1b4e4",
         "features": [
             "5f8c8c86e5c823d3f0c0ca922d00b0fb0913bed6e68c50f902f2195b79b013c6",
             "2857291db2ec5c19efe499203fd58d2e075ed393ba5b7fbf7f7c384d79742d21",
@@ -104,8 +104,8 @@ DIGESTS = {
             "6153088f76139ea1291ca54d0ed8516428c07ee8cafa6a0599ea6a109c1b6b47",
         ],
         "rows": [
-            "e376e2a47e092efd22ecfa39339024ac5d19d60719241da2c7e2d746550f5bbc",
-            "921803aba4d968de648046d7d75231cef27526ee5b1a65d17ceb83beb68c0962",
+            "61a0b2db40d19654a68775f43f643648b734716d15fde499bfeb437c2f292ae9",
+            "a10c38f0b46192983ed324efa69603473b07dc074addd191abd29b9e9d721bdc",
         ],
         "traces": [
             "5f1002b10cec69ff4fef6b29ad6bb73ddeabd6670a956c8c0430e2554864fc31",
@@ -116,7 +116,8 @@ DIGESTS = {
 
 
 def golden_rows(name):
-    return make_rows(5, failed=[FAILED_ROW], sites=DATASETS[name]["sites"])
+    asked = DATASETS[name]
+    return make_rows(5, failed=[FAILED_ROW], sites=asked["sites"], position=asked["position"])
 
 
 def spec_of(name, rows):

@@ -79,7 +79,11 @@ def test_values_come_back_as_their_dtype_holds_them(store, shard_format, options
     ("options", "special", "said"),
     [
         (FLOAT16, [1.0, 65520.0], "embed holds 65520, which is too large for float16, first at"),
-        (FLOAT16, [1.0, 1, 1, 1, -1e6], "L1_mlp_out holds -1e\\+06, which is too large for float16"),
+        (
+            FLOAT16,
+            [1.0, 1, 1, 1, -1e6],
+            "L1_mlp_out holds -1e\\+06, which is too large for float16",
+        ),
         (FLOAT16, [1e-9] * 4, "every value of embed is zero .* once it is rounded to float16"),
         (NATIVE, [1.0, 1, 1, 1 + 2**-20], "embed holds values that bfloat16 would round"),
     ],

@@ -33,6 +33,9 @@ from wllm_ray.records import Fingerprint
 
 __all__ = ["read_manifest", "read_receipt", "read_spec"]
 
+# Characters of a foreign text in a message.
+_SHOWN = 200
+
 AnyDocument = TypeVar("AnyDocument", DatasetSpec, Receipt, Manifest)
 
 
@@ -65,6 +68,7 @@ def read_receipt(data: bytes, spec: DatasetSpec, shard: int) -> Receipt:
     found = (receipt.shard, receipt.first_row, receipt.rows)
     if found != expected:
         _inconsistent(f"{where}: expected (shard, first row, rows) {expected}, found {found}")
+    _check_fingerprint(spec, receipt.fingerprint)
     _check_measured(receipt, spec)
     return receipt
 
@@ -95,13 +99,14 @@ def _read(data: bytes, kind: type[AnyDocument]) -> AnyDocument:
     name = kind.model_fields["format"].default
     try:
         value = parse_json(data)
-    except InvalidInputError as error:
+        is_canonical = canonical_json(value) == data
+    except (InvalidInputError, RecursionError) as error:
+        found = "nested too deeply" if isinstance(error, RecursionError) else error.message
         raise IntegrityError(
-            f"expected a {name} document, found bytes that are {error.message}",
-            code="manifest_invalid",
+            f"expected a {name} document, found bytes that are {found}", code="manifest_invalid"
         ) from None
     _check_format(value, name)
-    if canonical_json(value) != data:
+    if not is_canonical:
         raise IntegrityError(
             f"the {name} document is not in canonical form, so it was edited or re-saved; "
             f"restore the original",
@@ -119,17 +124,25 @@ def _check_format(value: Any, name: str) -> None:
             f"expected a {name} object, found {type(value).__name__}", code="manifest_invalid"
         )
     found = (value.get("format"), value.get("format_version"))
-    if found != (name, FORMAT_VERSION) or isinstance(found[1], bool):
+    if found != (name, FORMAT_VERSION) or type(found[1]) is not int:
+        kind, version = map(_shown, found)
         raise IntegrityError(
-            f"expected format {name!r} version {FORMAT_VERSION}, found {found[0]!r} version "
-            f"{found[1]!r}; a newer wllm_ray may read it",
+            f"expected format {name!r} version {FORMAT_VERSION}, found {kind} version {version}; "
+            f"a newer wllm_ray may read it",
             code="format_unknown",
         )
 
 
+def _shown(value: Any) -> str:
+    """A value that anybody may have written, at a length that one can read."""
+    if isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= _SHOWN):
+        return repr(value)
+    return f"{value!a:.{_SHOWN}}" if isinstance(value, str) else f"some {type(value).__name__}"
+
+
 def _invalid(name: str, error: ValidationError) -> IntegrityError:
     problems = [
-        f"{'.'.join(map(str, one['loc'])) or 'document'}: {one['msg']}"
+        f"{'.'.join(map(str, one['loc'])) or 'document':.{_SHOWN}}: {one['msg']:.{_SHOWN}}"
         for one in error.errors(include_url=False, include_input=False, include_context=False)
     ]
     return IntegrityError(
@@ -167,17 +180,25 @@ def _check_counts(manifest: Manifest) -> None:
         _inconsistent(f"shards are numbered {numbers[:5]}…, not from 0 in order")
     if manifest.reproducibility != reproducibility_of(manifest.fingerprint, manifest.shards):
         _inconsistent("reproducibility differs from the fingerprint's")
-    if manifest.fingerprint is not None:
-        _check_dtype(manifest, manifest.fingerprint)
+    for fingerprint in (manifest.fingerprint, *(shard.fingerprint for shard in manifest.shards)):
+        _check_fingerprint(manifest, fingerprint)
     if manifest.reproducibility == "mixed" and not manifest.mixed_fingerprints:
         _inconsistent("shards have unlike fingerprints, which was not asked for")
 
 
-def _check_dtype(manifest: Manifest, fingerprint: Fingerprint) -> None:
-    asked, engine = manifest.storage_dtype, fingerprint.engine_dtype
-    if resolve_dtype(asked, engine, manifest.position) != manifest.dtype:
+def _check_fingerprint(asked: Asked, fingerprint: Fingerprint | None) -> None:
+    """The engine ran the model, tokenizer and dtype that the dataset is of."""
+    if fingerprint is None:
+        return
+    expected = (asked.model.revision, asked.tokenizer.revision)
+    found = (fingerprint.model_revision, fingerprint.tokenizer_revision)
+    if found != expected:
+        _inconsistent(f"model and tokenizer are {expected}, but the engine ran {found}")
+    engine = fingerprint.engine_dtype
+    if resolve_dtype(asked.storage_dtype, engine, asked.position) != asked.dtype:
         _inconsistent(
-            f"dtype is {manifest.dtype}, but storage_dtype {asked} of an engine in {engine} is not"
+            f"dtype is {asked.dtype}, which storage_dtype {asked.storage_dtype} of an engine in "
+            f"{engine} is not"
         )
 
 
@@ -217,7 +238,7 @@ def _check_name(entry: FileEntry, shard: int, suffix: str) -> None:
     expected = file_name(shard, entry.sha256, suffix)
     if entry.name != expected:
         raise IntegrityError(
-            f"shard {shard}: expected the plain file name {expected}, found {entry.name!a}",
+            f"shard {shard}: expected the plain file name {expected}, found {_shown(entry.name)}",
             code="name_invalid",
         )
 
