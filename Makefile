@@ -14,14 +14,19 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: help setup demo test test-slow check format clean
+# Object stores that the tests run and that exist only for Node.
+SERVERS := tests/servers/node_modules/.made-for-wllm-ray
+
+.PHONY: help setup servers demo test test-slow bench check format clean
 
 help:
 	@echo "make demo       a real model, a captured dataset, a probe and its picture, on a CPU"
 	@echo "make test       the tests (no GPU, no network)"
 	@echo "make check      lint, format, types, import contracts"
 	@echo "make setup      only the environment, in $(VENV)"
+	@echo "make servers    object stores for the tests, where npm is"
 	@echo "make test-slow  the long sweeps as well"
+	@echo "make bench      the benchmark: .bench/bench.json and .bench/bench.md"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make clean      remove caches (not $(VENV), not .demo)"
 
@@ -40,11 +45,28 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m deployments.demo
 
-test: $(STAMP)
+servers: $(SERVERS)
+
+# Without them their tests are skipped; where CI says that it is CI, a failed install is an error.
+$(SERVERS): tests/servers/package.json
+	@if ! command -v npm >/dev/null; then \
+		echo "npm is not here: the tests that need azurite or s3rver will be skipped"; \
+	elif (cd tests/servers && npm install --no-audit --no-fund --no-package-lock \
+			--fetch-retries=1 --loglevel=error); then \
+		touch $@; \
+	else \
+		echo "npm could not install azurite and s3rver: the tests that need them will be skipped"; \
+		test "$(CI)" != true; \
+	fi
+
+test: $(STAMP) servers
 	$(BIN)/python -m pytest
 
-test-slow: $(STAMP)
+test-slow: $(STAMP) servers
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+bench: $(STAMP)
+	$(BIN)/python -m tests.bench --out .bench
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from wllm_ray.capture.admission import MIN_PASS_TOKENS
 from wllm_ray.coordinator import FlowLimits
+from wllm_ray.dataset.store import open_store
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.extraction import ExtractionLimits
 from wllm_ray.plan import ShardLimits
@@ -28,7 +29,9 @@ MIB = 1024 * 1024
 class AppArgs(BaseModel):
     """Everything that the application can be told."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), hide_input_in_errors=True
+    )
 
     model: Annotated[str, Field(description="A local model directory, or a name on the hub.")]
     served_model_name: Annotated[
@@ -146,8 +149,21 @@ class AppArgs(BaseModel):
     @field_validator("storage_root")
     @classmethod
     def _storage_is_absolute(cls, value: str | None) -> str | None:
-        """Unlike a model's name, a storage root without a scheme can only be a path."""
-        return value if value is None or "://" in value else str(Path(value).resolve())
+        """Unlike a model's name, a storage root without a scheme can only be a path.
+
+        Raises:
+            InvalidInputError: A URI that cannot be opened, or that holds a secret.
+        """
+        if value is None or "://" not in value:
+            return None if value is None else str(Path(value).resolve())
+        if value.startswith("memory://"):
+            raise InvalidInputError(
+                "memory:// lives in one process, and an application has many; name a folder that "
+                "all its machines see, s3://, gs:// or az://",
+                code="invalid_argument",
+            )
+        open_store(value)
+        return value
 
     def api_key(self) -> str | None:
         """The key from the environment; None where the variable is not set.

@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.args import AppArgs
 from deployments.backend import REPLICA_DEPLOYMENT, RayBackend
 from wllm_ray.capture.tokenizer import TransformersTokenizer
+from wllm_ray.dataset.probing import expect_create_only
 from wllm_ray.dataset.store import open_store
 from wllm_ray.errors import NotOfferedError
 from wllm_ray.extraction import ExtractionService, Offer
@@ -54,6 +55,9 @@ class Ingress:
             TransformersTokenizer, args.model, identity, trust_remote_code=args.trust_remote_code
         )
         store = None if args.storage_root is None else open_store(args.storage_root)
+        if store is not None:
+            # Retried tasks, and applications that share the root, write at the same time.
+            await asyncio.to_thread(expect_create_only, store)
         self._service: ExtractionService[Any] = ExtractionService(
             self._backend, self._tokenizer, store=store, limits=args.limits()
         )

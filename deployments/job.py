@@ -39,6 +39,7 @@ from wllm_ray.cli.options import (
 )
 from wllm_ray.cli.outcome import report
 from wllm_ray.cli.reporting import fail, reports_errors, say
+from wllm_ray.dataset.probing import expect_create_only
 from wllm_ray.dataset.store import Store, open_store
 from wllm_ray.errors import InvalidInputError, StorageError, WLLMError
 from wllm_ray.extraction import Offer
@@ -207,6 +208,8 @@ async def _run(
     joined = await asyncio.to_thread(JoinedApplication, app, max(timeout_s, 1.0))
     offer = await asyncio.to_thread(joined.offer)
     plan, root = asked.plan(offer, source), asked.root(offer)
+    store = open_store(root)
+    await asyncio.to_thread(expect_create_only, store)
     spec = await asyncio.to_thread(spec_of, plan)
     say(f"dataset {spec.dataset_id}: {spec.rows} rows in {len(spec.shards)} shards, under {root}")
     backend, selection = RayBackend(joined.replicas, root), plan.selection
@@ -225,7 +228,6 @@ async def _run(
         isolates=True,
         options=RunOptions(asked.batch_size, asked.resume, offer.limits.flow),
     )
-    store = open_store(root)
     async with _progress() as progress:
         return store, await run_job(store, work, progress)
 

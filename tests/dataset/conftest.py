@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from tests.servers import stores
 from wllm_ray.dataset.store import open_store
 
 _names = itertools.count()
@@ -25,3 +26,32 @@ def store(root):
 @pytest.fixture
 def local(tmp_path):
     return open_store(tmp_path / "root")
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory):
+    """The environment that leads to an S3 server."""
+    with stores.moto(tmp_path_factory.mktemp("moto")) as environment:
+        yield environment
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory):
+    """The environment that leads to an Azure server."""
+    with stores.azurite(tmp_path_factory.mktemp("azurite")) as environment:
+        yield environment
+
+
+@pytest.fixture(scope="session")
+def s3rver(tmp_path_factory):
+    """The environment that leads to an S3 server that ignores conditions."""
+    with stores.s3rver(tmp_path_factory.mktemp("s3rver")) as environment:
+        yield environment
+
+
+@pytest.fixture
+def s3_root(moto, monkeypatch):
+    """A new storage root on the S3 server."""
+    for name, value in moto.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{stores.BUCKET}/test-{next(_names)}"

@@ -1,18 +1,16 @@
-"""What the two backends do when the disk, the network or a neighbour misbehaves."""
+"""What a local root does when the disk or a neighbour misbehaves."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+import subprocess
+import sys
 
-import obstore
 import pytest
-from obstore.store import MemoryStore
 
 from wllm_ray.dataset import local as local_module
-from wllm_ray.dataset import remote as remote_module
-from wllm_ray.dataset.remote import ObjectStore
 from wllm_ray.dataset.store import open_store
 from wllm_ray.errors import AlreadyExistsError, IntegrityError, StorageError
 
@@ -50,6 +48,48 @@ def test_a_full_disk_leaves_nothing_and_says_so(local, tmp_path, monkeypatch, wr
     with pytest.raises(StorageError, match="No space left on device; nothing half-written"):
         call()
     assert files_under(tmp_path / "root") == ["d/there"]
+
+
+FILE_TOO_LARGE = """
+import resource, sys
+from wllm_ray.dataset.store import open_store
+from wllm_ray.errors import StorageError
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+store = open_store(sys.argv[1])
+for write in (
+    lambda: store.put_content("d/s-", ".npy", bytes(3 << 20)),
+    lambda: store.put("d/a", bytes(3 << 20)),
+    lambda: store.put("d/a", bytes(3 << 20), mode="overwrite"),
+):
+    try:
+        write()
+    except StorageError as error:
+        print(error.message)
+print(store.put("d/b", b"fits"))
+"""
+
+
+def test_a_write_that_the_system_ends_in_the_middle_leaves_nothing(tmp_path):
+    """A real limit, on the size of a file: part of it is written before the system says no."""
+    program = [sys.executable, "-c", FILE_TOO_LARGE, tmp_path / "root"]
+    printed = subprocess.run(program, check=True, capture_output=True, text=True).stdout
+    assert printed.count("File too large; nothing half-written was left") == 3
+    assert printed.endswith("True\n")
+    assert files_under(tmp_path / "root") == ["d/b"]
+
+
+def test_what_a_killed_writer_left_is_in_nobodys_way(local, tmp_path, monkeypatch):
+    """In the next container host name, process number and history are the same again."""
+    names = []
+    real = os.open
+    monkeypatch.setattr(
+        local_module.os, "open", lambda path, *a: (names.append(path), real(path, *a))[1]
+    )
+    local.put("d/a", b"x")
+    local.put("d/b", b"x")
+    temporary = [path for path in names if path.name.startswith(".tmp-")]
+    assert len({path.name for path in temporary}) == 2
+    assert len({path.name.rpartition("-")[0] for path in temporary}) == 1
 
 
 def test_short_writes_are_continued(local, monkeypatch):
@@ -123,6 +163,22 @@ def test_links_out_of_the_root_are_refused(local, tmp_path, key):
     assert (outside / "file").read_bytes() == b"secret"
 
 
+@pytest.mark.requirement("D-6")
+def test_a_range_of_a_hostile_size_sets_nothing_aside(local):
+    local.put("a", b"xyz")
+    with pytest.raises(StorageError, match="expected 1152921504606846976 bytes"):
+        local.get_range("a", 0, 1 << 60)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
+def test_a_folder_without_permission_says_so(local, tmp_path):
+    local.put("d/a", b"x")
+    (tmp_path / "root" / "d").chmod(0o500)
+    with pytest.raises(StorageError, match=r"could not write .*: Permission denied"):
+        local.put("d/b", b"x")
+    (tmp_path / "root" / "d").chmod(0o700)
+
+
 def test_a_root_that_is_itself_a_link_works(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "alias").symlink_to(tmp_path / "real")
@@ -130,65 +186,3 @@ def test_a_root_that_is_itself_a_link_works(tmp_path):
     store.put("a/b", b"x")
     assert store.get("a/b") == b"x"
     assert store.list("a") == [("a/b", 1)]
-
-
-class Unreliable:
-    """The client's module with a put that stores and then fails, or fails and does not store."""
-
-    def __init__(self, *, stores: bool) -> None:
-        self._stores = stores
-
-    def __getattr__(self, name):
-        return getattr(obstore, name)
-
-    def put(self, client, key, body, **options):
-        if self._stores:
-            obstore.put(client, key, body, **options)
-        raise obstore.exceptions.GenericError("connection reset")
-
-
-@pytest.mark.parametrize("stores", [True, False])
-def test_a_lost_answer_is_settled_by_reading_back(monkeypatch, stores):
-    store = ObjectStore(MemoryStore(), "memory://x")
-    monkeypatch.setattr(remote_module, "obstore", Unreliable(stores=stores))
-    if stores:
-        assert store.put("a", b"x") is True
-        assert store.get("a") == b"x"
-    else:
-        with pytest.raises(StorageError, match="nothing is there; run again") as error:
-            store.put("a", b"x")
-        assert error.value.code == "storage_failed"
-
-
-def test_a_lost_answer_over_other_bytes_is_a_conflict(monkeypatch):
-    store = ObjectStore(MemoryStore(), "memory://x")
-    store.put("a", b"x")
-    monkeypatch.setattr(remote_module, "obstore", Unreliable(stores=False))
-    with pytest.raises(AlreadyExistsError):
-        store.put("a", b"y")
-
-
-def test_a_failed_overwrite_is_a_storage_error_without_foreign_text(monkeypatch):
-    store = ObjectStore(MemoryStore(), "memory://x")
-    monkeypatch.setattr(remote_module, "obstore", Unreliable(stores=False))
-    with pytest.raises(StorageError, match="answered GenericError") as error:
-        store.put_content("d/s-", ".npy", b"x")
-    assert "connection reset" not in str(error.value)
-
-
-class IgnoresConditions:
-    """A server that overwrites whatever is asked."""
-
-    def __getattr__(self, name):
-        return getattr(obstore, name)
-
-    def put(self, client, key, body, **_):
-        return obstore.put(client, key, body, mode="overwrite")
-
-
-def test_probe_finds_a_root_that_ignores_create_only(monkeypatch):
-    store = ObjectStore(MemoryStore(), "memory://x")
-    monkeypatch.setattr(remote_module, "obstore", IgnoresConditions())
-    probe = store.probe()
-    assert (probe.writable, probe.create_only) == (True, False)
-    assert probe.detail == "create-only is not honoured"

@@ -136,3 +136,21 @@ def test_the_api_key_comes_from_the_environment_and_an_empty_one_is_refused(monk
     monkeypatch.setenv("WLLM_TEST_KEY", " ")
     with pytest.raises(InvalidInputError, match="WLLM_TEST_KEY is set but empty"):
         args.api_key()
+
+
+@pytest.mark.requirement("D-1")
+@pytest.mark.parametrize(
+    ("root", "said"),
+    [
+        ("s3://user:hunter2@bucket/x", "storage root"),
+        ("s3://bucket/x?token=hunter2", "storage root"),
+        ("ftp://bucket", "scheme"),
+        ("memory://x", "one process"),
+    ],
+)
+def test_a_storage_root_that_cannot_be_is_told_without_its_secret(root, said):
+    with pytest.raises(ValidationError) as error:
+        AppArgs(model="weights", storage_root=root)
+    (problem,) = problems_of({"model": "weights", "storage_root": root})
+    assert said in problem
+    assert "hunter2" not in problem + str(error.value)

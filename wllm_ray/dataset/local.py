@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import itertools
+import functools
 import os
 import re
 import socket
 import stat
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
+from wllm_ray.dataset.buffers import Buffers, sha256_of, views
 from wllm_ray.dataset.layout import TEMPORARY_PREFIX, check_key
-from wllm_ray.dataset.store import Buffers, Probe, PutMode, Stored, probe_store
+from wllm_ray.dataset.probing import probe_store
+from wllm_ray.dataset.ranges import check_ranges, expect_whole
+from wllm_ray.dataset.store import Probe, PutMode, Stored
 from wllm_ray.errors import AlreadyExistsError, IntegrityError, NotFoundError, StorageError
 
 __all__ = ["LocalStore"]
 
 _PRIVATE_FOLDER = 0o700
 _PRIVATE_FILE = 0o600
-_attempts = itertools.count()
+# Below this a thread costs more than hashing.
+_HASHED_ALONGSIDE = 1 << 20
 
 
 class LocalStore:
@@ -44,20 +49,23 @@ class LocalStore:
     def put(self, key: str, data: Buffers, *, mode: PutMode = "create") -> bool:
         """Write one object; see :meth:`.store.Store.put`."""
         path = self._writable_path(key)
-        buffers = _buffers(data)
+        buffers = views(data)
         # Looking first leaves the folder as it was where a finished job is run again; the link
         # decides between writers.
-        created = not (mode == "create" and path.exists()) and self._write(path, buffers, mode)
-        if not created and not path.is_file():
+        if not (mode == "create" and path.exists()) and self._write(path, buffers, mode):
+            return True
+        if not path.is_file():
             raise StorageError(
                 f"could not write {key} under the storage root {self.uri}: something that is no "
                 "file stands there; move it away and run again"
             )
-        if not created and path.read_bytes() != b"".join(buffers):
+        with _storage_errors("read", key, self.uri):
+            is_same = path.read_bytes() == b"".join(buffers)
+        if not is_same:
             raise AlreadyExistsError(
                 f"{key} exists already under {self.uri} with other bytes; it was left as it is"
             )
-        return created
+        return False
 
     def _write(self, path: Path, buffers: list[memoryview], mode: PutMode) -> bool:
         with _storage_errors("write", path.name, self.uri), _temporary(path.parent) as temporary:
@@ -73,18 +81,14 @@ class LocalStore:
     def put_content(self, prefix: str, suffix: str, data: Buffers) -> Stored:
         """Write one object under its content name; see :meth:`.store.Store.put_content`."""
         parent = self._writable_path(prefix + suffix).parent
-        buffers = _buffers(data)
+        buffers = views(data)
         with _storage_errors("write", prefix, self.uri), _temporary(parent) as temporary:
-            # Both release the interpreter lock, so together they take as long as the slower one.
-            with ThreadPoolExecutor(1) as pool:
-                hashing = pool.submit(_sha256, buffers)
-                size = _write(temporary, buffers)
-                sha256 = hashing.result()
+            sha256 = _write_and_hash(temporary, buffers)
             key = f"{prefix}{sha256[:16]}{suffix}"
             # A file of this name may be damaged; these bytes are known to be right.
             temporary.replace(self._writable_path(key))
             _sync_folder(parent)
-        return Stored(key, size, sha256)
+        return Stored(key, sum(map(len, buffers)), sha256)
 
     def get(self, key: str) -> bytes:
         """Read one object; see :meth:`.store.Store.get`."""
@@ -100,16 +104,28 @@ class LocalStore:
                     return path.open("rb")
         raise NotFoundError(f"no {key} under {self.uri}", code="object_not_found")
 
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        """Bytes of one object; see :meth:`.store.Store.get_range`."""
+        return bytes(self.get_ranges(key, [(start, stop)])[0])
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Several ranges of one object; see :meth:`.store.Store.get_ranges`."""
+        check_ranges(key, ranges)
+        with self.open(key) as stream, _storage_errors("read", key, self.uri):
+            found = [_read_range(stream.fileno(), start, stop) for start, stop in ranges]
+        for (start, stop), part in zip(ranges, found, strict=True):
+            expect_whole(key, self.uri, stop - start, len(part))
+        return found
+
     def size(self, key: str) -> int | None:
         """Bytes of one object, or None; see :meth:`.store.Store.size`."""
-        path = self._path(key)
-        with _storage_errors("read", key, self.uri):
-            try:
-                found = path.stat()
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-            # Objects are regular files; opening a pipe would wait for a writer for ever.
-            return found.st_size if stat.S_ISREG(found.st_mode) else None
+        found = self._stat(key)
+        return None if found is None else found.st_size
+
+    def modified(self, key: str) -> datetime | None:
+        """When one object was written, or None; see :meth:`.store.Store.modified`."""
+        found = self._stat(key)
+        return None if found is None else datetime.fromtimestamp(found.st_mtime, UTC)
 
     def list(self, prefix: str) -> list[tuple[str, int]]:
         """(key, bytes) of every file below a folder; see :meth:`.store.Store.list`."""
@@ -129,6 +145,16 @@ class LocalStore:
     def probe(self) -> Probe:
         """Find out by trying; see :meth:`.store.Store.probe`."""
         return probe_store(self)
+
+    def _stat(self, key: str) -> os.stat_result | None:
+        path = self._path(key)
+        with _storage_errors("read", key, self.uri):
+            try:
+                found = path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        # Objects are regular files; opening a pipe would wait for a writer for ever.
+        return found if stat.S_ISREG(found.st_mode) else None
 
     def _path(self, key: str) -> Path:
         check_key(key)
@@ -182,27 +208,35 @@ def _storage_errors(verb: str, key: str, root: str) -> Iterator[None]:
 def _temporary(folder: Path) -> Iterator[Path]:
     """A name in the same folder that no other writer has, removed whatever happens."""
     host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
-    path = folder / f"{TEMPORARY_PREFIX}{host}-{os.getpid()}-{next(_attempts)}"
+    # Host and process tell a person whose it is. They come again in the next container, where
+    # what a killed writer left would be in the way.
+    path = folder / f"{TEMPORARY_PREFIX}{host}-{os.getpid()}-{uuid.uuid4().hex[:16]}"
     try:
         yield path
     finally:
         path.unlink(missing_ok=True)
 
 
-def _buffers(data: Buffers) -> list[memoryview]:
-    parts = [data] if isinstance(data, (bytes, memoryview)) else data
-    # A view with a zero in its shape cannot be cast, and has nothing to write.
-    return [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+def _write_and_hash(path: Path, buffers: list[memoryview]) -> str:
+    """Both at once: they release the interpreter lock, so it takes as long as the slower one."""
+    if sum(map(len, buffers)) < _HASHED_ALONGSIDE:
+        _write(path, buffers)
+        return sha256_of(buffers)
+    hashing = _hashers(os.getpid()).submit(sha256_of, buffers)
+    try:
+        _write(path, buffers)
+    finally:
+        sha256 = hashing.result()  # waited for in any case: the buffers are the caller's
+    return sha256
 
 
-def _sha256(buffers: list[memoryview]) -> str:
-    total = hashlib.sha256()
-    for buffer in buffers:
-        total.update(buffer)
-    return total.hexdigest()
+@functools.cache
+def _hashers(_process: int) -> ThreadPoolExecutor:
+    """Threads that hash, kept, since starting one costs milliseconds; a fork gets its own."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="wllm-hash")
 
 
-def _write(path: Path, buffers: list[memoryview]) -> int:
+def _write(path: Path, buffers: list[memoryview]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE)
     try:
         for buffer in buffers:
@@ -212,7 +246,17 @@ def _write(path: Path, buffers: list[memoryview]) -> int:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return sum(map(len, buffers))
+
+
+def _read_range(descriptor: int, start: int, stop: int) -> memoryview:
+    """Bytes from ``start`` up to ``stop``, or to the end of the file where that comes first."""
+    # Nothing is set aside for bytes that are not there.
+    there = max(0, min(stop, os.fstat(descriptor).st_size) - start)
+    found = memoryview(bytearray(there))
+    done = 0
+    while read := os.preadv(descriptor, [found[done:]], start + done):
+        done += read
+    return found[:done].toreadonly()
 
 
 def _link(temporary: Path, path: Path) -> bool:

@@ -9,18 +9,18 @@ parts. Two backends keep this contract, and one suite in ``tests/dataset`` holds
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, TypeAlias, runtime_checkable
+from urllib.parse import unquote, urlsplit
 
-from wllm_ray.errors import AlreadyExistsError, InvalidInputError, WLLMError
+from wllm_ray.dataset.buffers import Buffers
+from wllm_ray.errors import InvalidInputError
 
-__all__ = ["Buffers", "Probe", "PutMode", "Root", "Store", "Stored", "open_store", "probe_store"]
+__all__ = ["Buffers", "Probe", "PutMode", "Root", "Store", "Stored", "open_store"]
 
-# collections.abc.Buffer arrives with Python 3.12.
-Buffers: TypeAlias = bytes | memoryview | Sequence[bytes | memoryview]
 PutMode: TypeAlias = Literal["create", "overwrite"]
 
 
@@ -39,8 +39,8 @@ class Probe:
 
     Attributes:
         writable: An object could be written, read and removed.
-        create_only: A second create-only write to the same key was refused. Without this a root
-            may have one writer only.
+        create_only: Of two create-only writes at once one was refused, and so was a later one.
+            Without this a root may have one writer only.
         detail: What was found, in words.
     """
 
@@ -94,8 +94,31 @@ class Store(Protocol):
             StorageError: The root failed to read, now or while the stream is read.
         """
 
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        """Bytes ``start`` up to ``stop`` (left out) of one object.
+
+        Raises:
+            As :meth:`get_ranges`.
+        """
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Several ranges of one object at once, as :meth:`get_range`; neighbours share a request.
+
+        Returns:
+            One flat read-only view per range, in the order asked for, as long as asked for.
+
+        Raises:
+            InvalidInputError: A range is negative or ends before it starts
+                (``invalid_argument``).
+            NotFoundError: There is no such object (code ``object_not_found``).
+            StorageError: The root failed to read, or the object is shorter.
+        """
+
     def size(self, key: str) -> int | None:
         """Bytes of one object, or None where there is none."""
+
+    def modified(self, key: str) -> datetime | None:
+        """When one object was written, by the root's own clock, or None where there is none."""
 
     def list(self, prefix: str) -> list[tuple[str, int]]:
         """(key, bytes) of every object in the folder ``prefix`` and below, sorted by key."""
@@ -116,13 +139,18 @@ Root: TypeAlias = str | os.PathLike[str] | Store
 def open_store(root: Root) -> Store:
     """Open a storage root; touches nothing until it is used.
 
+    Credentials and addresses come from the environment, under the names that the stores' own tools
+    read: ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``AZURE_STORAGE_ACCOUNT_NAME``,
+    ``GOOGLE_APPLICATION_CREDENTIALS`` and so on.
+
     Args:
-        root: A local path, ``file://…``, ``memory://name`` (the same name is the same store
+        root: A local path, ``file:///…``, ``memory://name`` (the same name is the same store
             within a process), ``s3://…``, ``gs://…``, ``az://…``, or a store, which is returned
             as it is.
 
     Raises:
-        InvalidInputError: A scheme that is not known (code ``invalid_argument``).
+        InvalidInputError: A scheme that is not known, or a URI that holds credentials or cannot
+            be read (code ``invalid_argument``).
     """
     from wllm_ray.dataset.local import LocalStore
     from wllm_ray.dataset.remote import open_object_store
@@ -130,38 +158,44 @@ def open_store(root: Root) -> Store:
     if not isinstance(root, (str, os.PathLike)):
         return root
     text = os.fspath(root)
-    scheme, separator, rest = text.partition("://")
+    scheme, separator, _ = text.partition("://")
     if not separator:
         return LocalStore(Path(text))
-    if scheme == "file":
-        return LocalStore(Path(rest))
-    if scheme in ("memory", "s3", "gs", "az"):
-        return open_object_store(text)
-    raise InvalidInputError(
-        f"a storage root is a local path, file://, memory://, s3://, gs:// or az://; "
-        f"found scheme {scheme!a}",
-        code="invalid_argument",
-    )
+    if scheme not in ("file", "memory", "s3", "gs", "az"):
+        raise InvalidInputError(
+            f"a storage root is a local path, file://, memory://, s3://, gs:// or az://; "
+            f"found scheme {scheme!a}",
+            code="invalid_argument",
+        )
+    _expect_plain(scheme, text)
+    return LocalStore(_local_path(text)) if scheme == "file" else open_object_store(text)
 
 
-def probe_store(store: Store) -> Probe:
-    """Write, read, write again create-only, and remove one small object."""
-    key = f"probe-{uuid.uuid4().hex}"
-    try:
-        store.put(key, b"first")
-        if store.get(key) != b"first":
-            return Probe(writable=False, create_only=False, detail="the root returns other bytes")
-        create_only = _refuses_second_create(store, key)
-        store.delete(key)
-    except WLLMError as error:
-        return Probe(writable=False, create_only=False, detail=error.message)
-    detail = "writable, create-only honoured" if create_only else "create-only is not honoured"
-    return Probe(writable=True, create_only=create_only, detail=detail)
+def _expect_plain(scheme: str, uri: str) -> None:
+    """A root's URI is shown to everybody, so it may hold nothing but a place.
+
+    What is refused may be a secret, and is not repeated.
+    """
+    host, _, path = uri.partition("://")[2].partition("/")
+    if any(mark in host for mark in "@:") or any(mark in uri for mark in "?#"):
+        raise InvalidInputError(
+            f"a storage root is {scheme}://PLACE and no more; found a user, password, port, query "
+            f"or fragment in one. Credentials and addresses come from the environment "
+            f"(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, AZURE_STORAGE_…, "
+            f"GOOGLE_…)",
+            code="invalid_argument",
+        )
+    if any(unquote(part) in (".", "..") for part in path.split("/")):
+        raise InvalidInputError(
+            f"expected a storage root without '.' and '..', found {uri!a}", code="invalid_argument"
+        )
 
 
-def _refuses_second_create(store: Store, key: str) -> bool:
-    try:
-        store.put(key, b"second")
-    except AlreadyExistsError:
-        return store.get(key) == b"first"
-    return False
+def _local_path(uri: str) -> Path:
+    parts = urlsplit(uri)
+    if parts.netloc not in ("", "localhost") or not parts.path:
+        raise InvalidInputError(
+            f"expected file:///ABSOLUTE/PATH, with three slashes, found {uri!a}",
+            code="invalid_argument",
+        )
+    return Path(unquote(parts.path))

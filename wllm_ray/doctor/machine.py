@@ -75,6 +75,7 @@ def check_storage(settings: Settings) -> Iterator[Check]:
     if not probe.writable:
         yield Check("storage root", "fail", found, "check permissions, space and credentials")
     elif not probe.create_only:
-        yield Check("storage root", "fail", found, "two writers could overwrite each other there")
+        to_do = "choose another storage root: two writers could overwrite each other there"
+        yield Check("storage root", "fail", found, to_do)
     else:
         yield Check("storage root", "ok", found)

@@ -1,0 +1,199 @@
+"""What a storage root may be called, where its credentials come from, and what it says if not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+
+from tests.servers import stores
+from wllm_ray.dataset.store import open_store
+from wllm_ray.errors import InvalidInputError, StorageError
+
+pytestmark = pytest.mark.requirement("D-1")
+
+SECRET = "x9SECRETx9"
+
+
+def shown(error):
+    """Everything that a log would show of it."""
+    return "".join(traceback.format_exception(error))
+
+
+def test_the_same_memory_uri_is_the_same_store():
+    open_store("memory://shared-name").put("a", b"x")
+    assert open_store("memory://shared-name").get("a") == b"x"
+    assert open_store("memory://other-name").size("a") is None
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_opening_touches_nothing(tmp_path, scheme):
+    store = open_store(f"{scheme}{tmp_path}/not-yet")
+    assert store.list("datasets") == []
+    assert not (tmp_path / "not-yet").exists()
+
+
+@pytest.mark.parametrize("root", ["ftp://x", f"https://user:{SECRET}@bucket/x"])
+def test_an_unknown_scheme_is_refused(root):
+    with pytest.raises(InvalidInputError, match=r"found scheme '(ftp|https)'") as error:
+        open_store(root)
+    assert SECRET not in shown(error.value)
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        f"s3://key:{SECRET}@bucket/x",
+        f"s3://{SECRET}@bucket",
+        f"s3://bucket/x?X-Amz-Signature={SECRET}",
+        f"s3://bucket?{SECRET}",
+        f"s3://bucket/x#{SECRET}",
+        f"s3://key:{SECRET}/rest@bucket/x",
+        f"az://container/x?sv=2026&sig={SECRET}",
+        f"gs://user:{SECRET}@bucket",
+        f"memory://user:{SECRET}@name",
+        f"file://user:{SECRET}@host/x",
+    ],
+)
+def test_a_root_that_holds_a_secret_is_refused_without_repeating_it(root):
+    with pytest.raises(InvalidInputError, match="Credentials and addresses come from") as error:
+        open_store(root)
+    assert error.value.code == "invalid_argument"
+    assert SECRET not in shown(error.value)
+
+
+@pytest.mark.parametrize("root", ["s3://bucket/..", "s3://bucket/a/%2e%2e/b", "file:///a/../b"])
+def test_a_root_that_leaves_itself_is_refused(root):
+    with pytest.raises(InvalidInputError, match=r"without '\.' and '\.\.'"):
+        open_store(root)
+
+
+@pytest.mark.parametrize("root", ["s3://", "s3:///x", "gs://", "az://"])
+def test_a_root_without_a_place_is_refused(root):
+    with pytest.raises(InvalidInputError, match="cannot open the storage root"):
+        open_store(root)
+
+
+def test_a_file_uri_is_decoded(tmp_path):
+    open_store(f"file://{tmp_path}/a%20b%23c%C3%A9").put("k", b"x")
+    assert (tmp_path / "a b#cé" / "k").read_bytes() == b"x"
+    open_store(f"file://localhost{tmp_path}/d").put("k", b"x")
+    assert (tmp_path / "d" / "k").exists()
+
+
+@pytest.mark.parametrize("root", ["file://relative/path", "file://", "file://host/path"])
+def test_a_file_uri_of_another_host_is_refused(root):
+    with pytest.raises(InvalidInputError, match="with three slashes"):
+        open_store(root)
+
+
+def test_a_path_with_marks_of_a_uri_is_a_path(tmp_path):
+    open_store(tmp_path / "a?b#c@d:e").put("k", b"x")
+    assert Path(tmp_path, "a?b#c@d:e", "k").exists()
+
+
+def test_google_cloud_opens():
+    """No more is claimed: there is no server of it to test against."""
+    assert open_store("gs://bucket/x").uri == "gs://bucket/x"
+
+
+def test_azure_without_an_account_says_what_to_set(monkeypatch):
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InvalidInputError, match=r"set .*AZURE_STORAGE_ACCOUNT_NAME"):
+        open_store("az://container")
+
+
+def test_credentials_come_from_the_environment_and_are_shown_nowhere(s3_root, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    store = open_store(s3_root)
+    store.put("a", b"x")
+    assert SECRET not in f"{store.uri} {store!r} {vars(store)}"
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_the_address_has_the_names_that_it_has_elsewhere(s3_root, moto, monkeypatch, name):
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv(name, moto["AWS_ENDPOINT_URL"])
+    assert open_store(s3_root).put("a", b"x")
+
+
+@pytest.mark.parametrize("value", [None, "false"])
+def test_plain_http_is_refused_unless_it_is_allowed(s3_root, monkeypatch, value):
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    if value is not None:
+        monkeypatch.setenv("AWS_ALLOW_HTTP", value)
+    with pytest.raises(StorageError, match=r"the address is plain http.*AWS_ALLOW_HTTP=true"):
+        open_store(s3_root).get("a")
+
+
+def test_a_setting_that_cannot_be_read_is_refused(s3_root, monkeypatch):
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "perhaps")
+    with pytest.raises(InvalidInputError, match="cannot open the storage root"):
+        open_store(s3_root)
+
+
+def test_a_bucket_that_is_not_there(s3_root):
+    store = open_store("s3://nowhere/x")
+    calls = (
+        lambda: store.put("a", b"x"),
+        lambda: store.put("a", b"x", mode="overwrite"),
+        lambda: store.put_content("a-", "", b"x"),
+        lambda: store.get("a"),
+        lambda: store.list("a"),
+    )
+    for call in calls:
+        with pytest.raises(StorageError, match="there is no such bucket or container") as error:
+            call()
+        assert error.value.code == "storage_failed"
+
+
+def test_wrong_credentials_on_a_server_that_checks_them(azurite, monkeypatch):
+    for name, value in azurite.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0")
+    store = open_store(f"az://{stores.BUCKET}/wrong")
+    for call in (lambda: store.put("a", b"x"), lambda: store.get("a"), lambda: store.list("a")):
+        with pytest.raises(StorageError, match="the credentials") as error:
+            call()
+        assert "c2VjcmV0" not in shown(error.value)
+
+
+FORKS = """
+import os, sys
+from wllm_ray.dataset.store import open_store
+from wllm_ray.errors import StorageError
+store = open_store(sys.argv[1])
+if sys.argv[2] == "used":
+    store.put("a", b"x")
+child = os.fork()
+if not child:
+    try:
+        open_store(sys.argv[1]).put("a", b"x")
+    except StorageError as error:
+        print(error.message, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+store.put("b", b"x")
+print(store.get("b").decode())
+"""
+
+
+@pytest.mark.parametrize("history", ["used", "unused"])
+def test_a_fork_of_a_process_that_used_a_store_is_told_instead_of_hanging(s3_root, history):
+    """The client's threads do not live on in a fork, and what waits for them waits for ever."""
+    program = [sys.executable, "-W", "ignore", "-c", FORKS, s3_root, history]
+    printed = subprocess.run(program, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert ("Start processes by spawn, not fork" in printed) == (history == "used")
+    assert printed.endswith("x\n")
+
+
+def test_a_root_that_is_a_file_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    store = open_store(tmp_path / "file")
+    with pytest.raises(StorageError, match=r"could not write a under .*: Not a directory"):
+        store.put("a", b"x")
+    assert store.probe().writable is False
