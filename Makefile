@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install --quiet '$(TORCH)' 2>/dev/null \
 		|| $(PIP) install '$(TORCH)' --index-url $(TORCH_INDEX)
-	$(PIP) install --progress-bar off --constraint constraints.txt -e '.[cpu,serve,transformers,demo,probe,dev]'
+	$(PIP) install --progress-bar off --constraint constraints.txt -e '.[cpu,serve,transformers,demo,probe,export,dev]'
 	@# Beside the CPU torch, PyPI's builds of these fail at import and take transformers with them.
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

@@ -11,7 +11,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from json.encoder import encode_basestring as _text
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from wllm_ray.errors import InvalidInputError
 
 __all__ = [
     "canonical_json",
+    "canonical_text",
+    "joined_request_digest",
     "parse_json",
     "request_digest",
     "rows_digest",
@@ -34,33 +38,21 @@ _PLAIN_INT_DIGITS = 4000
 # No metadata that is accepted has room for more.
 _MAX_INT_DIGITS = 65_536
 _SHOWN_CHARACTERS = 80
-_ESCAPES = {
-    '"': '\\"',
-    "\\": "\\\\",
-    "\b": "\\b",
-    "\f": "\\f",
-    "\n": "\\n",
-    "\r": "\\r",
-    "\t": "\\t",
-}
-# Control characters have no raw form in JSON, and a lone surrogate has none in UTF-8.
-_ESCAPED = re.compile(r'["\\\x00-\x1f\ud800-\udfff]')
+# Half of a pair has no form in UTF-8; it can occur inside of strings only.
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_TOKEN_ID = np.dtype("<u4")
+_INTEGERS_ONLY = frozenset({int})
 
 
 def _escape(match: re.Match[str]) -> str:
-    character = match[0]
-    return _ESCAPES.get(character) or f"\\u{ord(character):04x}"
-
-
-def _text(value: str) -> str:
-    return f'"{_ESCAPED.sub(_escape, value)}"'
+    return f"\\u{ord(match[0]):04x}"
 
 
 def _integer_text(value: int) -> str:
     if value < 0:
         return "-" + _integer_text(-value)
     if value.bit_length() < 3 * _PLAIN_INT_DIGITS:
-        return str(value)
+        return int.__repr__(value)
     half = int(value.bit_length() * math.log10(2)) // 2
     high, low = divmod(value, 10**half)
     return _integer_text(high) + _integer_text(low).zfill(half)
@@ -68,6 +60,8 @@ def _integer_text(value: int) -> str:
 
 def _integer(text: str) -> int:
     """Read a decimal integer by halves, since the time of int() grows with the square."""
+    if len(text) < _PLAIN_INT_DIGITS:
+        return int(text)
     if len(text) > _MAX_INT_DIGITS:
         raise InvalidInputError(
             f"an integer of {len(text)} digits; at most {_MAX_INT_DIGITS} are read",
@@ -75,33 +69,53 @@ def _integer(text: str) -> int:
         )
     if text.startswith("-"):
         return -_integer(text[1:])
-    if len(text) < _PLAIN_INT_DIGITS:
-        return int(text)
     half = len(text) // 2
     scale: int = 10**half
     return _integer(text[:-half]) * scale + _integer(text[-half:])
 
 
+def _float_text(value: float) -> str:
+    if not math.isfinite(value):
+        raise InvalidInputError(
+            "NaN and Infinity have no JSON form; use null or a string", code="invalid_json"
+        )
+    return float.__repr__(value)
+
+
+def _object_text(value: Mapping[str, Any]) -> str:
+    return "{" + ",".join([f"{_text(key)}:{_encode(value[key])}" for key in sorted(value)]) + "}"
+
+
+def _array_text(values: Sequence[Any]) -> str:
+    if _INTEGERS_ONLY.issuperset(map(type, values)):  # thousands of token ids, for example
+        with suppress(ValueError):  # one is too long to be written in one step
+            return f"[{','.join(map(int.__repr__, values))}]"
+    return f"[{','.join(map(_encode, values))}]"
+
+
+_WRITERS: dict[Any, Callable[[Any], str]] = {
+    type(None): lambda _: "null",
+    bool: lambda value: "true" if value else "false",
+    str: _text,
+    int: _integer_text,
+    float: _float_text,
+    dict: _object_text,
+    list: _array_text,
+    tuple: _array_text,
+    Mapping: _object_text,
+}
+
+
 def _encode(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _text(value)
-    if isinstance(value, int):
-        return _integer_text(value)
-    if isinstance(value, float):
-        if value != value or value in (float("inf"), float("-inf")):  # noqa: PLR0124 (NaN)
-            raise InvalidInputError(
-                "NaN and Infinity have no JSON form; use null or a string", code="invalid_json"
-            )
-        return repr(value)
-    if isinstance(value, Mapping):
-        keys = sorted(value)
-        return "{" + ",".join(f"{_text(k)}:{_encode(value[k])}" for k in keys) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(_encode(item) for item in value) + "]"
+    writer = _WRITERS.get(type(value)) or _writer_of_base(value)
+    return writer(value)
+
+
+def _writer_of_base(value: Any) -> Callable[[Any], str]:
+    """For an instance of a subclass."""
+    for base, writer in _WRITERS.items():
+        if isinstance(value, base):
+            return writer
     raise TypeError(f"{type(value).__name__} has no canonical JSON form")
 
 
@@ -118,7 +132,13 @@ def canonical_json(value: Any) -> bytes:
         InvalidInputError: The value holds NaN or infinity (code ``invalid_json``).
         TypeError: The value holds something that is not JSON.
     """
-    return _encode(value).encode()
+    return canonical_text(value).encode()
+
+
+def canonical_text(value: Any) -> str:
+    """As :func:`canonical_json`, before it is encoded."""
+    text = _encode(value)
+    return text if text.isascii() else _LONE_SURROGATE.sub(_escape, text)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -146,6 +166,23 @@ def _finite(text: str) -> float:
     return value
 
 
+_HOOKS: dict[str, Any] = {
+    "object_pairs_hook": _unique_keys,
+    "parse_constant": _no_constant,
+    "parse_float": _finite,
+}
+# Of a text in which no integer can be long.
+_SHORT_DECODER = json.JSONDecoder(**_HOOKS)
+_DECODER = json.JSONDecoder(**_HOOKS, parse_int=_integer)
+
+
+def _decoded(text: str) -> Any:
+    if text.startswith("\ufeff"):
+        raise json.JSONDecodeError("a byte order mark (BOM)", text, 0)
+    decoder = _SHORT_DECODER if len(text) < _PLAIN_INT_DIGITS else _DECODER
+    return decoder.decode(text)
+
+
 def parse_json(data: bytes | str) -> Any:
     """Parse strict JSON: UTF-8, no duplicate keys, no NaN, no Infinity.
 
@@ -157,13 +194,7 @@ def parse_json(data: bytes | str) -> Any:
     """
     try:
         text = data if isinstance(data, str) else bytes(data).decode()
-        return json.loads(
-            text,
-            object_pairs_hook=_unique_keys,
-            parse_constant=_no_constant,
-            parse_float=_finite,
-            parse_int=_integer,
-        )
+        return _decoded(text)
     except UnicodeDecodeError as error:
         raise InvalidInputError(
             f"not UTF-8: byte {error.start} cannot be decoded ({error.reason})",
@@ -195,16 +226,25 @@ def request_digest(
         identity: What the whole request has in common: model and tokenizer revisions, sites,
             position, capture mode and options, as JSON.
     """
-    return sha256_hex(
-        canonical_json(
-            {"content": content, "id": row_id, "identity": identity, "metadata": metadata}
-        )
+    return joined_request_digest(
+        row_id, content, canonical_text(metadata), canonical_text(identity)
     )
+
+
+def joined_request_digest(
+    row_id: str, content: Mapping[str, Any], metadata_json: str, identity_json: str
+) -> str:
+    """As :func:`request_digest`, of metadata and identity that are canonical JSON already."""
+    text = (
+        f'{{"content":{canonical_text(content)},"id":{canonical_text(row_id)},'
+        f'"identity":{identity_json},"metadata":{metadata_json}}}'
+    )
+    return sha256_hex(text.encode())
 
 
 def token_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
     """SHA-256 over the token ids, each as an unsigned 32-bit little-endian integer."""
-    return sha256_hex(np.asarray(token_ids, dtype="<u4").tobytes())
+    return sha256_hex(np.asarray(token_ids, _TOKEN_ID).tobytes())
 
 
 def rows_digest(request_digests: Iterable[str]) -> str:

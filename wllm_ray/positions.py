@@ -20,6 +20,7 @@ __all__ = [
     "PositionLike",
     "canonical_position",
     "feature_rows_of",
+    "is_of_tokens",
     "is_reduced",
     "only_last",
     "position_kind",
@@ -89,6 +90,11 @@ def mean_of(values: NDArray[np.float32]) -> NDArray[np.float32]:
 def only_last(position: str) -> bool:
     """Whether nothing but the last prompt token is read, whatever the row's length."""
     return position in ("last_prompt", "index:-1")
+
+
+def is_of_tokens(position: str) -> bool:
+    """Whether each feature row is of one prompt token: not of a mean, nor of what was generated."""
+    return not is_reduced(position) and "generated" not in position_kind(position)
 
 
 def feature_rows_of(position: str, tokens: int) -> int | None:

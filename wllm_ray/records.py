@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from wllm_ray.digest import canonical_json, sha256_hex
+from wllm_ray.digest import canonical_json, parse_json, sha256_hex
 from wllm_ray.errors import ROW_FAILURE_CODES
 from wllm_ray.sites import HookSite
 
@@ -186,12 +186,19 @@ class CaptureIdentity(Record):
 class InputRow:
     """One input as its owner wrote it, already checked by :mod:`wllm_ray.rows`.
 
-    ``content`` holds exactly one of ``prompt``, ``messages`` and ``token_ids``.
+    ``content`` holds exactly one of ``prompt``, ``messages`` and ``token_ids``; ``metadata_json``
+    is canonical.
     """
 
     id: str
     content: dict[str, Any]
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata_json: str = "{}"
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata, read anew each time."""
+        metadata: dict[str, Any] = parse_json(self.metadata_json)
+        return metadata
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
-from wllm_ray.digest import canonical_json, parse_json
+from wllm_ray.digest import canonical_text, parse_json
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.records import InputRow
 from wllm_ray.validation import unknown_field
@@ -36,6 +36,9 @@ MAX_LISTED_PROBLEMS = 50
 
 _CONTENT_KEYS = ("prompt", "messages", "token_ids")
 _KEYS = ("id", *_CONTENT_KEYS, "metadata")
+_KNOWN_KEYS = frozenset(_KEYS)
+_INTEGERS_ONLY = frozenset({int})
+_FLAT = frozenset({str, int, float, bool, type(None)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +67,27 @@ def _repeats(before: int) -> str:
 def has_lone_surrogate(value: Any) -> bool:
     """Whether some text in a JSON value holds half of a surrogate pair."""
     if isinstance(value, str):
-        return any("\ud800" <= character <= "\udfff" for character in value)
+        return not value.isascii() and not _is_utf8(value)
     if isinstance(value, dict):
         return any(map(has_lone_surrogate, value)) or any(map(has_lone_surrogate, value.values()))
     return isinstance(value, list) and any(map(has_lone_surrogate, value))
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _too_deep(value: Any, room: int) -> bool:
     if not isinstance(value, (dict, list)):
         return False
     children = value.values() if isinstance(value, dict) else value
-    return room == 0 or any(_too_deep(child, room - 1) for child in children)
+    if room == 0 or _FLAT.issuperset(map(type, children)):
+        return room == 0
+    return any(_too_deep(child, room - 1) for child in children)
 
 
 def _check_id(value: Any) -> str | None:
@@ -92,8 +105,6 @@ def _check_metadata(value: Any) -> str | None:
         return f"`metadata` must be an object, found {type(value).__name__}"
     if _too_deep(value, MAX_DEPTH):
         return f"`metadata` is nested more than {MAX_DEPTH} deep"
-    if (size := len(canonical_json(value))) > MAX_METADATA_BYTES:
-        return f"`metadata` must be at most {MAX_METADATA_BYTES} bytes of JSON, found {size}"
     return None
 
 
@@ -105,7 +116,7 @@ def _check_content(key: str, value: Any) -> str | None:
         want = f"a list of objects, nested at most {MAX_DEPTH} deep"
         good = good and not _too_deep(value, MAX_DEPTH)
     else:
-        good = isinstance(value, list) and all(type(item) is int for item in value)
+        good = isinstance(value, list) and _INTEGERS_ONLY.issuperset(map(type, value))
         want = "a list of integers"
     return None if good else f"`{key}` must be {want}"
 
@@ -118,8 +129,8 @@ def check_row(value: Any) -> InputRow | str:
     """
     if not isinstance(value, dict):
         return f"a row must be a JSON object, found {type(value).__name__}"
-    if unknown := [key for key in value if key not in _KEYS]:
-        return unknown_field(unknown[0], _KEYS)
+    if not _KNOWN_KEYS.issuperset(value):
+        return unknown_field(next(key for key in value if key not in _KNOWN_KEYS), _KEYS)
     if "id" not in value:
         return "`id` is missing"
     if problem := _check_id(value["id"]):
@@ -131,7 +142,10 @@ def check_row(value: Any) -> InputRow | str:
     metadata = value.get("metadata", {})
     if problem := _check_content(present[0], value[present[0]]) or _check_metadata(metadata):
         return problem
-    return InputRow(id=value["id"], content={present[0]: value[present[0]]}, metadata=metadata)
+    text = canonical_text(metadata)
+    if (size := len(text.encode())) > MAX_METADATA_BYTES:
+        return f"`metadata` must be at most {MAX_METADATA_BYTES} bytes of JSON, found {size}"
+    return InputRow(value["id"], {present[0]: value[present[0]]}, text)
 
 
 def _checked(number: int, value: Any) -> InputRow | RowProblem:

@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from wllm_ray.digest import canonical_json, request_digest
+from wllm_ray.digest import canonical_text, joined_request_digest
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.positions import position_kind, resolve
 from wllm_ray.records import (
@@ -29,6 +29,7 @@ __all__ = [
     "TokenLimits",
     "Tokenizer",
     "make_record",
+    "make_records",
     "tokenize_rows",
     "tokens_bound",
 ]
@@ -87,16 +88,35 @@ def make_record(
         token_ids: Its ids, where they are known.
         failure: Why it has none.
     """
+    return _record(index, row, _text_of(identity), token_ids, failure)
+
+
+def make_records(
+    rows: Iterable[InputRow], identity: CaptureIdentity, first_index: int = 0
+) -> Iterator[RowRecord]:
+    """As :func:`make_record`, of consecutive rows whose ids are not known."""
+    common = _text_of(identity)
+    for index, row in enumerate(rows, start=first_index):
+        yield _record(index, row, common)
+
+
+def _text_of(identity: CaptureIdentity) -> str:
+    return canonical_text(identity.model_dump())
+
+
+def _record(
+    index: int,
+    row: InputRow,
+    identity_json: str,
+    token_ids: Sequence[int] | None = None,
+    failure: RowFailure | None = None,
+) -> RowRecord:
+    metadata = row.metadata_json
     return RowRecord(
         index=index,
         id=row.id,
-        metadata_json=canonical_json(row.metadata).decode(),
-        request_digest=request_digest(
-            row_id=row.id,
-            content=row.content,
-            metadata=row.metadata,
-            identity=identity.model_dump(),
-        ),
+        metadata_json=metadata,
+        request_digest=joined_request_digest(row.id, row.content, metadata, identity_json),
         tokens_bound=tokens_bound(row.content),
         token_ids=None if token_ids is None else np.asarray(token_ids, dtype=np.int32),
         failure=failure,
@@ -124,7 +144,7 @@ def tokens_bound(content: Mapping[str, Any]) -> int:
 def _text_bytes(value: Any) -> int:
     """UTF-8 bytes of all strings in a JSON value, the keys of objects left out."""
     if isinstance(value, str):
-        return len(value.encode(errors="surrogatepass"))
+        return len(value) if value.isascii() else len(value.encode(errors="surrogatepass"))
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list):
@@ -159,14 +179,21 @@ def _refusal_after(ids: Sequence[int], limits: TokenLimits, position: str) -> Ro
             f"the row has {len(ids)} tokens and the model takes {limits.max_model_len}; "
             "shorten it or serve the model with a larger max_model_len",
         )
-    for place, token in enumerate(ids):
-        if not 0 <= token < limits.vocab_size:
-            shown = token if abs(token) < 10**12 else "a number too large to print"
-            return RowFailure.of(
-                "token_out_of_vocabulary",
-                f"token id {shown} at position {place} is outside 0..{limits.vocab_size - 1}",
-            )
+    if min(ids) < 0 or max(ids) >= limits.vocab_size:
+        return _out_of_vocabulary(ids, limits.vocab_size)
     return _outside(position, len(ids))
+
+
+def _out_of_vocabulary(ids: Sequence[int], vocab_size: int) -> RowFailure:
+    """Names the first id that the model does not have; there is one."""
+    place, token = next(
+        (place, token) for place, token in enumerate(ids) if not 0 <= token < vocab_size
+    )
+    shown = token if abs(token) < 10**12 else "a number too large to print"
+    return RowFailure.of(
+        "token_out_of_vocabulary",
+        f"token id {shown} at position {place} is outside 0..{vocab_size - 1}",
+    )
 
 
 def _outside(position: str, tokens: int) -> RowFailure | None:
@@ -230,10 +257,11 @@ def tokenize_rows(
     encoded = iter(
         _encode([r for r, no in zip(rows, refused, strict=True) if no is None], tokenizer)
     )
+    common, position = _text_of(identity), identity.position
     records = []
     for index, (row, refusal) in enumerate(zip(rows, refused, strict=True), start=first_index):
-        ids, failure = _settle(refusal or next(encoded), limits, identity.position)
-        records.append(make_record(index, row, identity, token_ids=ids, failure=failure))
+        ids, failure = _settle(refusal or next(encoded), limits, position)
+        records.append(_record(index, row, common, ids, failure))
     return records
 
 

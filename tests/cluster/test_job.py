@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 
@@ -23,7 +24,9 @@ from tests.cluster.conftest import (
     running_application,
     running_cluster,
 )
+from tests.servers import stores
 from wllm_ray import load_dataset
+from wllm_ray.dataset.store import open_store
 
 DEADLINE_S = 120
 
@@ -35,7 +38,7 @@ class JobServer:
     application: Application
     dashboard: str
 
-    def submit(self, path: Path, *options: str, submit: tuple[str, ...] = ()):
+    def submit(self, path: Path | str, *options: str, submit: tuple[str, ...] = ()):
         """The command of deployments/README.md."""
         command = [
             str(BIN / "ray"), "job", "submit", "--address", self.dashboard, *submit,
@@ -55,7 +58,7 @@ class JobServer:
             timeout=DEADLINE_S,
         )
 
-    def start(self, path: Path, *options: str) -> subprocess.Popen:
+    def start(self, path: Path | str, *options: str) -> subprocess.Popen:
         """The driver alone, without a job around it."""
         return subprocess.Popen(
             [sys.executable, "-m", "deployments.job", str(path), "--layer", "0,2", *options],
@@ -86,9 +89,6 @@ class JobServer:
         assert answer.status_code == 200, answer.text
         return answer.json()["dataset"]
 
-    def receipts(self, dataset_id: str) -> list[Path]:
-        return list(self.application.root.glob(f"datasets/{dataset_id}/*.receipt.json"))
-
     def files(self, dataset_id: str) -> dict[str, int]:
         folders = (f"datasets/{dataset_id}", f"runs/{dataset_id}")
         paths = (path for one in folders for path in (self.application.root / one).iterdir())
@@ -96,9 +96,18 @@ class JobServer:
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
+def object_store(tmp_path_factory):
+    """The environment that leads to an S3 server; the cluster's processes and this one have it."""
+    with stores.moto(tmp_path_factory.mktemp("moto")) as env, pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        yield env
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory, object_store):
     home = tmp_path_factory.mktemp("jobs")
-    env = cluster_env(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(16))
+    env = cluster_env(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(16), **object_store)
     dashboard = free_port()
     ports = [
         f"--dashboard-port={dashboard}",
@@ -181,25 +190,34 @@ def test_a_row_that_cannot_run_makes_the_driver_exit_with_one(jobs, tmp_path):
     assert len(dataset.trace("row-1").sites) > 1
 
 
-@pytest.mark.requirement("L-5", "R-3", "D-3", "D-5")
-def test_a_driver_that_is_killed_or_stopped_is_finished_by_a_resubmission(jobs, tmp_path):
+@pytest.mark.requirement("L-5", "R-3", "D-1", "D-3", "D-5")
+def test_a_driver_that_is_killed_or_stopped_is_finished_by_a_resubmission(jobs):
+    """Input and dataset lie in an object store, and the dataset is the one that a disk holds."""
     rows = prompts(200)
-    path = write_rows(tmp_path / "rows.jsonl", rows)
+    root = f"s3://{stores.BUCKET}/jobs"
+    path = f"{root}/input/rows.jsonl"
+    store = open_store(root)
+    store.put("input/rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
     options = ("--dataset-id", "killed", "--batch-size", "1", "--rows-per-shard", "2")
+    options += ("--storage", root)
+
+    def receipts() -> int:
+        return sum("receipt" in key for key, _ in store.list("datasets/killed"))
+
     jobs.submit(path, *options, submit=("--submission-id", "killed", "--no-wait"))
-    until(lambda: len(jobs.receipts("killed")) >= 5)
+    until(lambda: receipts() >= 5)
     driver_of("killed").kill()
     until(lambda: jobs.details("killed")["status"] == "FAILED")
-    killed_at = len(jobs.receipts("killed"))
+    killed_at = receipts()
     assert killed_at < 100
 
     driver = jobs.start(path, *options)
-    until(lambda: len(jobs.receipts("killed")) >= killed_at + 5)
+    until(lambda: receipts() >= killed_at + 5)
     driver.send_signal(signal.SIGTERM)
     _, stderr = driver.communicate(timeout=30)
     assert driver.returncode == 143
     assert "submitting it again goes on from there" in stderr
-    stopped_at = len(jobs.receipts("killed"))
+    stopped_at = receipts()
     assert stopped_at < 100
 
     finished = jobs.start(path, *options)
@@ -209,6 +227,10 @@ def test_a_driver_that_is_killed_or_stopped_is_finished_by_a_resubmission(jobs, 
     assert 100 > summary["shards_resumed"] >= stopped_at
     reference = jobs.by_http(rows, "not-killed", rows_per_shard=2)
     assert summary["content_sha256"] == reference["content_sha256"]
+    here, there = load_dataset(jobs.application.root, "not-killed"), load_dataset(root, "killed")
+    assert np.array_equal(here.features_3d, there.features_3d)
+    verified = jobs.run([str(BIN / "wllm"), "verify", root, "killed"])
+    assert verified.returncode == 0, verified.stdout + verified.stderr
 
 
 def driver_of(dataset_id: str) -> psutil.Process:

@@ -363,7 +363,7 @@ def test_answers_are_cut_to_the_bounds_of_the_server():
 
 def test_request_bodies_keep_both_bounds_and_lose_no_row():
     rows = [
-        sent_row(n, InputRow(f"r{n}", {"prompt": "x" * (40 * n)}, {"n": n}), IDENTITY)
+        sent_row(n, InputRow(f"r{n}", {"prompt": "x" * (40 * n)}, f'{{"n":{n}}}'), IDENTITY)
         for n in range(12)
     ]
     counted = [(row, 1 + row.index % 3) for row in rows]

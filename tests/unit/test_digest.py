@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
+import re
 import struct
+from collections import OrderedDict
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -13,6 +17,8 @@ from hypothesis import strategies as st
 
 from wllm_ray.digest import (
     canonical_json,
+    canonical_text,
+    joined_request_digest,
     parse_json,
     request_digest,
     rows_digest,
@@ -64,6 +70,52 @@ def test_what_is_written_is_read_and_written_the_same(value):
     data = canonical_json(value)
     assert canonical_json(parse_json(data)) == data
     assert json.loads(data) == parse_json(data)
+
+
+@given(json_values)
+def test_canonical_json_is_what_the_json_module_writes_but_for_lone_surrogates(value):
+    text = json.dumps(
+        value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False
+    )
+    expected = re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text)
+    assert canonical_text(value) == expected
+    assert canonical_json(value) == expected.encode()
+
+
+class Colour(enum.StrEnum):
+    RED = "r"
+
+
+class Loud(int):
+    def __repr__(self):
+        return "loud"
+
+    __str__ = __repr__
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (Colour.RED, b'"r"'),
+        ({Colour.RED: Colour.RED}, b'{"r":"r"}'),
+        ([Loud(7), 8], b"[7,8]"),
+        (np.float64(0.1), b"0.1"),
+        (MappingProxyType({"b": 1, "a": OrderedDict(c=2)}), b'{"a":{"c":2},"b":1}'),
+        ([1, True, 10**5000], b"[1,true,1" + b"0" * 5000 + b"]"),
+        ([1, -(10**5000)], b"[1,-1" + b"0" * 5000 + b"]"),
+    ],
+)
+def test_subclasses_and_long_integers_are_written_as_their_base(value, expected):
+    assert canonical_json(value) == expected
+
+
+@pytest.mark.parametrize("key", [1, 1.0, True, None, b"a", ("a",)])
+def test_keys_are_text(key):
+    """The json module would make text of them, and "1" of both 1 and "1"."""
+    with pytest.raises(TypeError):
+        canonical_json({key: 0})
+    with pytest.raises(TypeError):
+        canonical_json({"a": [{"b": 0, key: 0}]})
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.text())
@@ -138,6 +190,15 @@ def test_request_digest_by_hand():
     text = b'{"content":{"prompt":"p"},"id":"i","identity":{"m":1},"metadata":{}}'
     found = request_digest(row_id="i", content={"prompt": "p"}, metadata={}, identity={"m": 1})
     assert found == hashlib.sha256(text).hexdigest()
+    assert joined_request_digest("i", {"prompt": "p"}, "{}", '{"m":1}') == found
+
+
+@given(st.text(st.characters(exclude_categories=[])), json_values, json_values)
+def test_request_digest_is_over_the_canonical_json_of_all_of_it(text, metadata, identity):
+    content = {"prompt": text}
+    whole = {"content": content, "id": text, "identity": identity, "metadata": metadata}
+    found = request_digest(row_id=text, content=content, metadata=metadata, identity=identity)
+    assert found == sha256_hex(canonical_json(whole))
 
 
 def test_request_digest_tells_apart_what_must_be():

@@ -74,7 +74,7 @@ def test_the_bare_install_brings_no_engine_and_no_ray():
         "httpx", "numpy", "obstore", "pyarrow", "pydantic", "rich", "tenacity", "typer",
     }  # fmt: skip
     assert set(PROJECT["optional-dependencies"]) == {
-        "vllm", "cpu", "transformers", "serve", "probe", "demo", "dev",
+        "vllm", "cpu", "transformers", "serve", "probe", "export", "demo", "dev",
     }  # fmt: skip
 
 
@@ -99,3 +99,15 @@ def test_what_the_library_imports_is_declared_by_the_extra_that_needs_it():
         else:
             raise AssertionError(f"{package} is not declared; imported by {sorted(files)}")
         assert all(file.startswith(allowed) for file in files), (package, files)
+
+
+@pytest.mark.requirement("S-5")
+def test_what_is_imported_on_request_is_in_the_extra_that_its_error_names():
+    call = re.compile(r"""require_extra\(\s*"(\w+)[\w.]*"(?:,\s*"(\w+)")?""")
+    found = set()
+    for path in (ROOT / "wllm_ray").rglob("*.py"):
+        for package, extra in call.findall(path.read_text()):
+            needs = PROJECT["optional-dependencies"][extra or "probe"]
+            assert DISTRIBUTIONS.get(package, package) in map(name_of, needs), (path, package)
+            found.add(package)
+    assert found == {"datasets", "jinja2", "matplotlib", "safetensors", "sklearn"}

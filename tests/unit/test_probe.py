@@ -278,6 +278,13 @@ def test_the_picture_is_a_png_of_a_readable_size(report, tmp_path):
     assert (width, height) == (1350, 810)
 
 
+def test_a_label_with_dollars_is_no_formula(report, tmp_path):
+    odd = dataclasses.replace(
+        report, label=r"$\frac{1}{$", positive_label="a $ and $", model="$x_$"
+    )
+    plot_probe_report(odd, tmp_path / "p.png")
+
+
 class Drawn:
     """What is said and shown in a picture, caught as it is saved."""
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.fakes import MAX_MODEL_LEN, VOCAB_SIZE, FakeTokenizer
-from wllm_ray.digest import parse_json
+from wllm_ray.digest import canonical_text, parse_json
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.records import CaptureIdentity, InputRow
 from wllm_ray.rows import MAX_LISTED_PROBLEMS, parse_objects, parse_rows, read_jsonl
@@ -241,7 +241,7 @@ def test_integers_of_any_size_reach_metadata_and_digest(digits):
     row = parse(b'{"id":"a","prompt":"x","metadata":{"n":' + number + b"}}")[0]
     record = make_record(0, row, IDENTITY)
     assert record.metadata_json == '{"n":' + number.decode() + "}"
-    other = InputRow("a", {"prompt": "x"}, {"n": row.metadata["n"] - 1})
+    other = InputRow("a", {"prompt": "x"}, canonical_text({"n": row.metadata["n"] - 1}))
     assert make_record(0, other, IDENTITY).request_digest != record.request_digest
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from wllm_ray._version import __version__
-from wllm_ray.cli import activations, datasets, doctor, serve, wait_ready
+from wllm_ray.cli import activations, datasets, doctor, export, gc, merge, report, serve, wait_ready
 from wllm_ray.cli.reporting import EndsWithJson
 
 __all__ = ["app", "main"]
@@ -54,6 +54,10 @@ app.command("wait-ready")(wait_ready.wait_until_ready)
 app.command("doctor")(doctor.doctor)
 app.command("verify")(datasets.verify)
 app.command("inspect")(datasets.inspect)
+app.command("gc")(gc.gc)
+app.command("merge")(merge.merge)
+app.command("report")(report.report)
+app.command("export")(export.export)
 app.command("serve")(serve.serve)
 
 

@@ -19,6 +19,7 @@ from wllm_ray.cli.options import (
     Layout,
     Mixed,
     Position,
+    Quiet,
     Resume,
     RowsPerShard,
     SiteKind,
@@ -48,7 +49,6 @@ Patience = Annotated[
     float, typer.Option(min=0, help="Seconds to wait for a server that went away.")
 ]
 Timeout = Annotated[float, typer.Option(min=1, help="Seconds for one answer.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 
 
 @ends_with_json

@@ -25,6 +25,7 @@ __all__ = [
     "Layout",
     "Mixed",
     "Position",
+    "Quiet",
     "Resume",
     "RowsPerShard",
     "SiteKind",
@@ -94,6 +95,7 @@ RowsPerShard = Annotated[
 DatasetId = Annotated[
     str | None, typer.Option(help="Default: made from what is asked, so it is found again.")
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Go on with what is there.")]
 
 

@@ -24,8 +24,10 @@ __all__ = [
     "ROWS_FAILED",
     "TERMINATED",
     "EndsWithJson",
+    "counted",
     "ends_with_json",
     "fail",
+    "needs_extra",
     "print_json",
     "reports_errors",
     "say",
@@ -43,6 +45,11 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 ADVICE = {"unauthorized": "set WLLM_API_KEY to the application's key"}
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def say(text: str) -> None:
     """A message for people, on stderr."""
     typer.echo(text, err=True)
@@ -58,6 +65,16 @@ def fail(error: WLLMError) -> NoReturn:
     _say_error(error)
     print_json(_failure(error))
     raise typer.Exit(FAILED) from None
+
+
+@contextlib.contextmanager
+def needs_extra() -> Iterator[None]:
+    """A package that an extra brings may be missing; the message says how to get it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        say(f"error: {error.msg}")
+        raise typer.Exit(FAILED) from None
 
 
 def _failure(error: WLLMError) -> dict[str, Any]:

@@ -9,8 +9,8 @@ result beside a permanent failure, mean that something else is wrong.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,8 +57,7 @@ class AssembledShard:
         return sum(row.failure is not None for row in self.outcomes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
+class _Result(NamedTuple):
     """What one chunk says of one row: rows ``start`` to ``stop`` of its features, or a failure."""
 
     chunk: int
@@ -212,7 +211,7 @@ def _screened(result: _Result, screens: Sequence[Screen]) -> _Result:
     if result.failure is not None:
         return result
     failure = screens[result.chunk].failure(result.start, result.stop)
-    return replace(result, failure=failure) if failure else result
+    return result._replace(failure=failure) if failure else result
 
 
 def _token_ids(row: RowRecord, chunk: CapturedChunk | None) -> NDArray[np.int32] | None:

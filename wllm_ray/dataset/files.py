@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import stat
-import threading
-from collections import OrderedDict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from wllm_ray.dataset.cache import ByteCache
 from wllm_ray.dataset.dtypes import widen
 from wllm_ray.dataset.features import decode_features, sha256_and_finite
 from wllm_ray.dataset.layout import DATASETS, MANIFEST_NAME, folder, spec_key
 from wllm_ray.dataset.manifest import FileEntry, Manifest
+from wllm_ray.dataset.maps import map_privately
+from wllm_ray.dataset.ranged import RangedFile, open_ranged
+from wllm_ray.dataset.recorded import RecordedFiles, Verify
 from wllm_ray.dataset.rowtable import read_rows
-from wllm_ray.dataset.staged import expect_size, standing_manifest
+from wllm_ray.dataset.staged import standing_manifest
 from wllm_ray.dataset.store import Store
 from wllm_ray.dataset.trace import Trace, decode_traces
-from wllm_ray.errors import IntegrityError, NotFoundError, NotOfferedError
+from wllm_ray.errors import NotFoundError, NotOfferedError
 
 __all__ = ["DatasetFiles", "Verify", "list_datasets", "open_manifest"]
 
-Verify: TypeAlias = Literal["lazy", "full", "off"]
-
-# Shards that are not memory-mapped live in memory: the last few, 64 MiB each by default.
-_REMOTE_SHARDS_KEPT = 4
+# What is kept of files that cannot be mapped: four shards of the default size, so that a thread
+# or two that read ahead find theirs, and little beside the batches that training holds anyway.
+KEPT_BYTES = 256 << 20
 _LISTED = 10
 
 
@@ -53,35 +51,18 @@ def open_manifest(store: Store, dataset_id: str) -> Manifest:
     return manifest
 
 
-class DatasetFiles:
+class DatasetFiles(RecordedFiles):
     """Shard arrays and row tables of one dataset, each checked once, at first access.
 
-    Args:
-        store: The storage root.
-        manifest: The dataset's manifest, already checked.
-        verify: ``off`` skips digests and finiteness; names, sizes and headers are always checked.
+    Local files are mapped. Others are fetched whole at first access, which checks them, and kept
+    within :data:`KEPT_BYTES`; of what was checked and is not kept any more, only the wanted bytes
+    are fetched. Any number of threads may read at once.
     """
 
-    def __init__(self, store: Store, manifest: Manifest, verify: Verify) -> None:
-        self.store = store
-        self.manifest = manifest
-        self._check = verify != "off"
-        self._verified: set[str] = set()
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[int, int], NDArray[np.float32]] = OrderedDict()
-
-    def check_sizes(self) -> None:
-        """Compare every file's size with the manifest, without opening any.
-
-        Raises:
-            IntegrityError: ``file_missing``, ``size_mismatch``, or ``name_invalid`` where a link
-                leaves the root.
-        """
-        sizes = dict(self.store.list(folder(self.manifest.dataset_id)))
-        for shard in self.manifest.shards:
-            for entry in shard.files:
-                found = sizes.get(self._key(entry))
-                expect_size(self.store, self.manifest.dataset_id, entry, found)
+    @cached_property
+    def cache(self) -> ByteCache:
+        """What was fetched, and all maps: those take up no memory."""
+        return ByteCache(KEPT_BYTES)
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -114,9 +95,25 @@ class DatasetFiles:
         return (len(manifest.sites), manifest.width)
 
     def features(
-        self, shard: int, site: int | None, rows: slice | NDArray[np.int64] = slice(None)
+        self,
+        shard: int,
+        site: int | None,
+        rows: slice | NDArray[np.int64] = slice(None),
+        *,
+        keep: bool = False,
     ) -> NDArray[np.float32]:
-        """Feature rows of one shard, [n, D] of one site or [n, L, D] of all, float32.
+        """As :meth:`stored`, as float32, which holds every stored value exactly."""
+        return widen(self.stored(shard, site, rows, keep=keep), self.manifest.dtype)
+
+    def stored(
+        self,
+        shard: int,
+        site: int | None,
+        rows: slice | NDArray[np.int64] = slice(None),
+        *,
+        keep: bool = False,
+    ) -> NDArray[Any]:
+        """Feature rows of one shard as stored (bfloat16 as uint16), [n, D] or [n, L, D].
 
         Only files that hold what is asked for are opened. A slice is read-only and not copied,
         and mapped where local; but sites that have files of their own are copied into one array.
@@ -125,25 +122,48 @@ class DatasetFiles:
             shard: Its number.
             site: The site's number, or None for all.
             rows: Which of the shard's feature rows.
+            keep: Whether more of them will be wanted soon, so that a file which is fetched had
+                better be fetched whole and kept.
 
         Raises:
-            NotOfferedError: ``widths_not_representable``.
+            NotOfferedError: ``widths_not_representable``; or a forked process that reads from an
+                object store (``feature_not_offered``).
             IntegrityError: ``size_mismatch``, ``array_invalid``, ``digest_mismatch``,
                 ``values_not_finite``, ``file_missing`` or ``name_invalid``.
+            StorageError: The root failed to read.
         """
         self.row_shape(site)
-        return widen(self._stored(shard, site, rows), self.manifest.dtype)
-
-    def _stored(
-        self, shard: int, site: int | None, rows: slice | NDArray[np.int64]
-    ) -> NDArray[Any]:
         if self.manifest.shard_layout == "stacked":
-            stacked = self.array(shard, 0)
-            return stacked[rows] if site is None else stacked[rows, site]
+            return self._part(shard, 0, rows, site, keep=keep)
         if site is not None:
-            return self.array(shard, site)[rows]
-        parts = [self.array(shard, number)[rows] for number in range(len(self.manifest.sites))]
+            return self._part(shard, site, rows, None, keep=keep)
+        numbers = range(len(self.manifest.sites))
+        parts = [self._part(shard, number, rows, None, keep=keep) for number in numbers]
         return np.stack(parts, axis=1) if len(parts) > 1 else parts[0][:, None]
+
+    def _part(
+        self,
+        shard: int,
+        number: int,
+        rows: slice | NDArray[np.int64],
+        column: int | None,
+        *,
+        keep: bool,
+    ) -> NDArray[Any]:
+        if self._comes_whole(shard, number, keep=keep):
+            array = self.array(shard, number)
+            return array[rows] if column is None else array[rows, column]
+        self.expect_no_fork()
+        every = np.arange(self.manifest.shards[shard].feature_rows)
+        with self.as_recorded(self._entry(shard, number)):
+            return self._ranged(shard, number).pick(every[rows], column)
+
+    def _comes_whole(self, shard: int, number: int, *, keep: bool) -> bool:
+        """Whether a features file is read as a whole, and not by ranges."""
+        if self.is_local or (shard, number) in self.cache:
+            return True
+        entry = self._entry(shard, number)
+        return entry.bytes <= self.cache.most and (keep or self.is_unchecked(entry))
 
     def private(self, shard: int, site: int | None) -> NDArray[Any]:
         """A whole shard as stored, but writable: what is written stays in this process.
@@ -153,9 +173,16 @@ class DatasetFiles:
         if self.manifest.shard_layout == "stacked":
             stacked = self._private_array(shard, 0)
             return stacked if site is None else stacked[:, site]
-        if site is None:
-            return self._stored(shard, None, slice(None))
-        return self._private_array(shard, site)
+        if site is not None:
+            return self._private_array(shard, site)
+        stored = self.stored(shard, None)
+        return stored if stored.flags.writeable else self._private_array(shard, 0)[:, None]
+
+    def _private_array(self, shard: int, number: int) -> NDArray[Any]:
+        checked = self.array(shard, number)
+        path = self.store.local_path(self.key_of(self._entry(shard, number)))
+        raw = None if path is None or not checked.size else map_privately(path)
+        return checked.copy() if raw is None else self._decoded(raw, shard, number)
 
     def array(self, shard: int, number: int) -> NDArray[Any]:
         """A whole features file as stored (bfloat16 as uint16), read-only; mapped where local.
@@ -165,31 +192,28 @@ class DatasetFiles:
             number: Which of the manifest's ``arrays``.
 
         Raises:
-            IntegrityError: As :meth:`features`.
+            As :meth:`stored`.
         """
-        key = (shard, number)
-        with self._lock:
-            if key not in self._kept:
-                raw = self.raw(self._entry(shard, number))
-                self._kept[key] = self.checked(shard, number, raw)
-                is_remote = self.store.local_path(folder(self.manifest.dataset_id)) is None
-                most = _REMOTE_SHARDS_KEPT * len(self.manifest.arrays)
-                if is_remote and len(self._kept) > most:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(key)
-            return self._kept[key]
+        return self.cache.get((shard, number), lambda: self._opened(shard, number))
 
-    def _private_array(self, shard: int, number: int) -> NDArray[Any]:
+    def _opened(self, shard: int, number: int) -> tuple[NDArray[Any], int]:
         entry = self._entry(shard, number)
-        checked = self.array(shard, number)
-        path = self.store.local_path(self._key(entry))
-        if path is None or not checked.size:
-            return checked.copy()
-        raw = np.asarray(np.memmap(path, np.uint8, mode="c"))
-        return self._decoded(raw, shard, number)
+        array = self.checked(shard, number, self.raw(entry))
+        return array, 0 if self.is_local else entry.bytes
 
-    def _entry(self, shard: int, number: int) -> FileEntry:
-        return self.manifest.shards[shard].features_files[number]
+    def _ranged(self, shard: int, number: int) -> RangedFile:
+        """A features file to be read by ranges, checked if it is not yet."""
+        key = ("ranged", shard, number)
+        return self.cache.get(key, lambda: (self._opened_ranged(shard, number), 0))
+
+    def _opened_ranged(self, shard: int, number: int) -> RangedFile:
+        entry, rows = self._entry(shard, number), self.manifest.shards[shard].feature_rows
+        array, key = self.manifest.arrays[number], self.key_of(entry)
+        file = open_ranged(self.manifest, array, self.store, key, size=entry.bytes, rows=rows)
+        if self.is_unchecked(entry):
+            sha256, finite = file.sha256_and_finite()
+            self.expect_sound(entry, sha256, finite=finite)
+        return file
 
     def rows(self, shard: int) -> pa.RecordBatch:
         """One shard's rows table.
@@ -198,10 +222,7 @@ class DatasetFiles:
             IntegrityError: ``size_mismatch``, ``digest_mismatch``, ``table_invalid``,
                 ``rows_inconsistent``, ``file_missing`` or ``name_invalid``.
         """
-        entry = self.manifest.shards[shard].rows_file
-        data = self.raw(entry)
-        if self._check and entry.name not in self._verified:
-            self._expect_digest(entry, hashlib.sha256(data.data).hexdigest())
+        data = self.checked_table(self.manifest.shards[shard].rows_file)
         return read_rows(data, self.manifest.shards[shard], self.manifest.position)
 
     def traces(self, shard: int, good: pa.RecordBatch) -> list[Trace]:
@@ -217,15 +238,7 @@ class DatasetFiles:
         entry = self.manifest.shards[shard].trace_file
         if entry is None:
             return []
-        data = self.raw(entry)
-        if self._check and entry.name not in self._verified:
-            self._expect_digest(entry, hashlib.sha256(data.data).hexdigest())
-        return decode_traces(self.manifest, data, good, entry.name)
-
-    def _decoded(self, raw: NDArray[np.uint8], shard: int, number: int) -> NDArray[Any]:
-        entry, array = self._entry(shard, number), self.manifest.arrays[number]
-        rows = self.manifest.shards[shard].feature_rows
-        return decode_features(self.manifest, array, raw, rows, entry.name)
+        return decode_traces(self.manifest, self.checked_table(entry), good, entry.name)
 
     def checked(self, shard: int, number: int, raw: NDArray[np.uint8]) -> NDArray[Any]:
         """View the array in a whole features file, once all is checked that is to be.
@@ -236,71 +249,22 @@ class DatasetFiles:
             raw: The file, from :meth:`raw`.
 
         Raises:
-            IntegrityError: As :meth:`features`.
+            IntegrityError: As :meth:`stored`.
         """
         entry = self._entry(shard, number)
         array = self._decoded(raw, shard, number)
-        if self._check and entry.name not in self._verified:
+        if self.is_unchecked(entry):
             sha256, finite = sha256_and_finite(raw, array, self.manifest.dtype)
-            self._expect_digest(entry, sha256)
-            if not finite:
-                raise IntegrityError(
-                    f"{entry.name}: the features hold NaN or infinity, which no writer of this "
-                    f"format stores; do not use this dataset",
-                    code="values_not_finite",
-                )
+            self.expect_sound(entry, sha256, finite=finite)
         return array
 
-    def raw(self, entry: FileEntry) -> NDArray[np.uint8]:
-        """A whole file of the recorded size, [bytes] uint8, read-only: mapped where local.
+    def _decoded(self, raw: NDArray[np.uint8], shard: int, number: int) -> NDArray[Any]:
+        entry, array = self._entry(shard, number), self.manifest.arrays[number]
+        rows = self.manifest.shards[shard].feature_rows
+        return decode_features(self.manifest, array, raw, rows, entry.name)
 
-        Raises:
-            IntegrityError: ``size_mismatch``, ``file_missing`` or ``name_invalid``.
-        """
-        key = self._key(entry)
-        path = self.store.local_path(key)
-        if path is None:
-            try:
-                raw = np.frombuffer(self.store.get(key), np.uint8)
-            except NotFoundError:
-                raw = None
-        else:
-            raw = _mapped(path)
-        found = None if raw is None else raw.size
-        expect_size(self.store, self.manifest.dataset_id, entry, found)
-        assert raw is not None  # expect_size has refused it
-        return raw
-
-    def _expect_digest(self, entry: FileEntry, found: str) -> None:
-        if found != entry.sha256:
-            raise IntegrityError(
-                f"{self._key(entry)}: expected SHA-256 {entry.sha256}, found {found}; the file "
-                f"was changed after the dataset was committed, restore it from a copy",
-                code="digest_mismatch",
-                details={"file": entry.name},
-            )
-        self._verified.add(entry.name)
-
-    def _key(self, entry: FileEntry) -> str:
-        return f"{folder(self.manifest.dataset_id)}/{entry.name}"
-
-
-def _mapped(path: os.PathLike[str]) -> NDArray[np.uint8] | None:
-    """Map a file; the path has no link left in it, and one put there meanwhile is refused."""
-    try:
-        # Without O_NONBLOCK, opening a pipe would wait for a writer for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(descriptor)
-        return None
-    with os.fdopen(descriptor, "rb") as file:
-        if not found.st_size:
-            return np.empty(0, np.uint8)
-        mapped: Any = np.memmap(file, np.uint8, mode="r")
-    return np.asarray(mapped)
+    def _entry(self, shard: int, number: int) -> FileEntry:
+        return self.manifest.shards[shard].features_files[number]
 
 
 def _not_found(store: Store, dataset_id: str) -> NotFoundError:

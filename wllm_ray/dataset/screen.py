@@ -35,14 +35,19 @@ class Screen:
         self._features = chunk.features
         self.stored = narrow(chunk.features, spec.dtype)
         self._is_finite = all_finite(chunk.features, "float32")
-        self._fits = all_finite(self.stored, spec.dtype) and is_exact(chunk.features, spec.dtype)
+        self._fits = spec.dtype == "float32" or (
+            all_finite(self.stored, spec.dtype) and is_exact(chunk.features, spec.dtype)
+        )
         # [feature rows, sites]: a vector that does not begin with zero need not be read. In
         # bfloat16 only what is zero in float32 is zero as well.
         values = self.stored if spec.dtype == "float16" else chunk.features
         self._suspects = values[:, self._starts] == 0
+        self._is_fine = self._is_finite and self._fits and not self._suspects.any()
 
     def failure(self, start: int, stop: int) -> RowFailure | None:
         """Why the row that these feature rows are of must not be stored; None where it may be."""
+        if self._is_fine:
+            return None
         return (
             self._non_finite(start, stop)
             or self._all_zero(start, stop)

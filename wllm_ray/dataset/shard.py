@@ -127,7 +127,19 @@ def decode_rows(data: Any, name: str) -> pa.RecordBatch:
             f"{name}: expected an Arrow IPC file, found {type(error).__name__}",
             code="table_invalid",
         ) from error
+    if holes := _columns_with_holes(batch):
+        raise IntegrityError(
+            f"{name}: the columns {holes} hold nulls, which they must not", code="table_invalid"
+        )
     return batch
+
+
+def _columns_with_holes(batch: pa.RecordBatch) -> list[str]:
+    """Arrow itself checks no value against ``nullable``."""
+    found = [
+        field.name for field in ROWS_SCHEMA if not field.nullable and batch[field.name].null_count
+    ]
+    return found + (["token_ids"] if batch["token_ids"].values.null_count else [])
 
 
 def read_failure(text: str) -> RowFailure:

@@ -231,4 +231,4 @@ def _site(
             f"do not use these traces",
             code="rows_inconsistent",
         )
-    return values.reshape(len(column.values), -1)
+    return values.reshape(len(column.values), column.type.value_type.list_size)

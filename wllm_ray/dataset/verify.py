@@ -5,32 +5,40 @@ Loading stops at the first fault; this goes on and lists them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeAlias
 
+from wllm_ray.dataset.documents import read_receipt
 from wllm_ray.dataset.files import DatasetFiles, open_manifest
-from wllm_ray.dataset.layout import (
-    MANIFEST_NAME,
-    SPEC_NAME,
-    folder,
-    receipt_key,
-    spec_key,
-)
-from wllm_ray.dataset.manifest import Manifest, ShardEntry, document_bytes
-from wllm_ray.dataset.rowtable import check_rows
+from wllm_ray.dataset.layout import MANIFEST_NAME, SPEC_NAME, folder, receipt_key, spec_key
+from wllm_ray.dataset.manifest import Receipt, ShardEntry, document_bytes
+from wllm_ray.dataset.recheck import check_manifest, check_rows, check_traces, check_vectors
+from wllm_ray.dataset.repeated import RowIds
+from wllm_ray.dataset.rowtable import good_rows
 from wllm_ray.dataset.staged import orphans
 from wllm_ray.dataset.store import Root, Store, open_store
-from wllm_ray.digest import parse_json, sha256_hex
+from wllm_ray.digest import sha256_hex
 from wllm_ray.errors import IntegrityError, NotFoundError, WLLMError
 
-__all__ = ["Fault", "VerifyReport", "inspect_dataset", "verify_dataset", "verify_files"]
+__all__ = ["THREADS", "Fault", "OnBytes", "VerifyReport", "verify_dataset", "verify_files"]
+
+# How many files are in memory at once where the root is no local folder; 64 MiB each by default.
+THREADS = 4
+# Told how many bytes are done, of how many.
+OnBytes: TypeAlias = Callable[[int, int], None]
 
 _RESTORE = (
     "the dataset is not what was committed; restore it from a copy, or capture it again under "
     "another dataset id"
 )
+
+
+def ignore_bytes(_done: int, _total: int) -> None:
+    """Progress that nobody watches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,28 +100,45 @@ class VerifyReport:
         }
 
 
-@dataclass(slots=True)
-class _Findings:
-    faults: list[Fault] = field(default_factory=list)
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """One look at one file.
 
-    def run(self, file: str, check: Callable[[], object]) -> bool:
-        """Run one check; what it raises becomes a fault of this file."""
+    Attributes:
+        file: Which.
+        bytes: How much of it is read.
+        run: Raises what is wrong.
+    """
+
+    file: str
+    bytes: int
+    run: Callable[[], object]
+
+    def fault(self) -> Fault | None:
+        """What is wrong, or None."""
         try:
-            check()
+            self.run()
         except NotFoundError as error:
-            self.faults.append(Fault("file_missing", file, error.message))
+            return Fault("file_missing", self.file, error.message)
         except WLLMError as error:
-            self.faults.append(Fault(error.code, file, error.message))
-        else:
-            return True
-        return False
+            return Fault(error.code, self.file, error.message)
+        return None
 
 
-def verify_dataset(root: Root, dataset_id: str) -> VerifyReport:
+def verify_dataset(
+    root: Root, dataset_id: str, *, threads: int = THREADS, on_bytes: OnBytes = ignore_bytes
+) -> VerifyReport:
     """Check manifest, spec, receipts, every size, digest, header, table and value.
 
+    Args:
+        root: The storage root.
+        dataset_id: Which dataset.
+        threads: How many files are read at once.
+        on_bytes: Told how many bytes are checked, of how many.
+
     Raises:
-        NotFoundError: It is not committed here (``dataset_not_found``).
+        NotFoundError: It is not committed here (``dataset_not_found``); the message says whether
+            it was begun.
         InvalidInputError: An id or root that cannot be (``invalid_argument``).
     """
     store = open_store(root)
@@ -123,7 +148,7 @@ def verify_dataset(root: Root, dataset_id: str) -> VerifyReport:
         fault = Fault(error.code, MANIFEST_NAME, error.message)
         advice = _advice(dataset_id, error)
         return VerifyReport(dataset_id, (fault,), (), files=1, bytes=0, advice=advice)
-    return verify_files(DatasetFiles(store, manifest, "lazy"))
+    return verify_files(DatasetFiles(store, manifest, "lazy"), threads=threads, on_bytes=on_bytes)
 
 
 def _advice(dataset_id: str, error: IntegrityError) -> str:
@@ -137,95 +162,126 @@ def _advice(dataset_id: str, error: IntegrityError) -> str:
     )
 
 
-def verify_files(files: DatasetFiles) -> VerifyReport:
-    """Check everything but the manifest, which is checked already, through these files."""
-    store, manifest = files.store, files.manifest
-    findings = _Findings()
-    findings.run(SPEC_NAME, lambda: _check_spec(store, manifest))
-    seen: dict[str, int] = {}
-    for shard in manifest.shards:
-        _verify_shard(files, shard, findings, seen)
+def _advice_on(faults: list[Fault]) -> str:
+    if any(fault.code != "storage_failed" for fault in faults):
+        return _RESTORE
+    return "the storage root failed to read some files; verify again once it does" if faults else ""
+
+
+def verify_files(
+    files: DatasetFiles, *, threads: int = THREADS, on_bytes: OnBytes = ignore_bytes
+) -> VerifyReport:
+    """Check everything but the manifest, which is checked already, through these files.
+
+    Hashing lets go of the interpreter, so files are checked in parallel; each is read once.
+    """
+    manifest = files.manifest
+    checker = _Checker(files)
+    checks = list(checker.checks())
+    faults = []
+    done, total = 0, sum(check.bytes for check in checks)
+    with ThreadPoolExecutor(threads) as pool:
+        for check, fault in zip(checks, pool.map(_Check.fault, checks), strict=True):
+            faults += [fault] if fault else []
+            done += check.bytes
+            on_bytes(done, total)
+    faults += checker.faults_between_files(is_sound=not faults)
+    place = {check.file: number for number, check in enumerate(checks)}
     return VerifyReport(
         dataset_id=manifest.dataset_id,
-        faults=tuple(findings.faults),
-        notes=_notes(store, manifest.dataset_id),
-        files=2 + sum(1 + len(shard.files) for shard in manifest.shards),
+        faults=tuple(sorted(faults, key=lambda fault: place.get(fault.file, -1))),
+        notes=_notes(files.store, manifest.dataset_id),
+        files=1 + len(checks),
         bytes=manifest.bytes,
-        advice=_RESTORE if findings.faults else "",
+        advice=_advice_on(faults),
     )
 
 
-def inspect_dataset(root: Root, dataset_id: str) -> dict[str, Any]:
-    """What a dataset is, from its manifest alone.
+class _Checker:
+    """Looks at one file after the other, and remembers what only all of them together tell."""
 
-    Raises:
-        NotFoundError: It is not committed here (``dataset_not_found``).
-        IntegrityError: The manifest is not valid.
-    """
-    manifest = open_manifest(open_store(root), dataset_id)
-    return {
-        "dataset_id": manifest.dataset_id,
-        "model": manifest.model.name,
-        "revision": manifest.model.revision,
-        "requested_revision": manifest.model.requested_revision,
-        "tokenizer": manifest.tokenizer.name,
-        "tokenizer_revision": manifest.tokenizer.revision,
-        "sites": list(manifest.sites),
-        "site_widths": list(manifest.site_widths),
-        "position": manifest.position,
-        "capture_mode": manifest.capture_mode,
-        "rows": manifest.rows,
-        "rows_ok": manifest.rows_ok,
-        "rows_failed": manifest.rows_failed,
-        "axes": list(manifest.axes),
-        "shape": list(manifest.shape),
-        "dtype": manifest.dtype,
-        "bytes": manifest.bytes,
-        "shards": len(manifest.shards),
-        "shard_layout": manifest.shard_layout,
-        "content_sha256": manifest.content_sha256,
-        "manifest_sha256": manifest.manifest_sha256,
-        "reproducibility": manifest.reproducibility,
-        "measured_relative_l2": manifest.measured_relative_l2,
-        "fingerprint": manifest.fingerprint.model_dump() if manifest.fingerprint else None,
-        "versions": manifest.versions,
-    }
+    def __init__(self, files: DatasetFiles) -> None:
+        self._files, self._store, self._manifest = files, files.store, files.manifest
+        self._spec = files.manifest.spec()
+        self._ids = RowIds()
+        self._receipts: dict[int, Receipt] = {}
 
+    def checks(self) -> Iterator[_Check]:
+        """What is to be done, in the order of the files."""
+        yield _Check(SPEC_NAME, 0, self._spec_document)
+        for shard in self._manifest.shards:
+            key = receipt_key(self._manifest.dataset_id, shard.shard)
+            yield _Check(key.rpartition("/")[2], 0, partial(self._receipt, key, shard))
+            rows, trace = shard.rows_file, shard.trace_file
+            yield _Check(rows.name, rows.bytes, partial(self._rows, shard))
+            for number, entry in enumerate(shard.features_files):
+                yield _Check(entry.name, entry.bytes, partial(self._features, shard, number))
+            if trace is not None:
+                yield _Check(trace.name, trace.bytes, partial(self._traces, shard))
 
-def _check_spec(store: Store, manifest: Manifest) -> None:
-    if store.get(spec_key(manifest.dataset_id)) != document_bytes(manifest.spec()):
-        raise IntegrityError(
-            "spec.json is not the spec that the manifest was made from", code="digest_mismatch"
-        )
+    def faults_between_files(self, *, is_sound: bool) -> list[Fault]:
+        """What is wrong although each file is right.
 
+        Args:
+            is_sound: No fault was found so far.
+        """
+        faults = list(self._repeated_ids())
+        if is_sound:
+            again = partial(check_manifest, self._manifest, self._receipts)
+            checks = [_Check(MANIFEST_NAME, 0, again), *self._trace_checks()]
+            faults += [fault for check in checks if (fault := check.fault())]
+        return faults
 
-def _verify_shard(
-    files: DatasetFiles, shard: ShardEntry, findings: _Findings, seen: dict[str, int]
-) -> None:
-    name = receipt_key(files.manifest.dataset_id, shard.shard)
-    findings.run(name.rpartition("/")[2], lambda: _check_receipt(files.store, name, shard))
-    findings.run(shard.rows_file.name, lambda: _check_table(files, shard, seen))
-    for number, entry in enumerate(shard.features_files):
-        findings.run(entry.name, partial(files.array, shard.shard, number))
-
-
-def _check_receipt(store: Store, key: str, shard: ShardEntry) -> None:
-    if sha256_hex(store.get(key)) != shard.receipt_sha256:
-        raise IntegrityError(
-            "the receipt is not the one that the manifest was made from", code="digest_mismatch"
-        )
-
-
-def _check_table(files: DatasetFiles, shard: ShardEntry, seen: dict[str, int]) -> None:
-    batch = files.rows(shard.shard)
-    check_rows(batch, shard)
-    for text in batch.column("metadata").to_pylist():
-        parse_json(text)
-    for row, row_id in enumerate(batch.column("id").to_pylist(), shard.first_row):
-        if seen.setdefault(row_id, row) != row:
+    def _spec_document(self) -> None:
+        if self._store.get(spec_key(self._manifest.dataset_id)) != document_bytes(self._spec):
             raise IntegrityError(
-                f"rows {seen[row_id]} and {row} have the same id", code="rows_inconsistent"
+                "spec.json is not the spec that the manifest was made from", code="digest_mismatch"
             )
+
+    def _receipt(self, key: str, shard: ShardEntry) -> None:
+        data = self._store.get(key)
+        if sha256_hex(data) != shard.receipt_sha256:
+            raise IntegrityError(
+                "the receipt is not the one that the manifest was made from",
+                code="digest_mismatch",
+            )
+        self._receipts[shard.shard] = read_receipt(data, self._spec, shard.shard)
+
+    def _rows(self, shard: ShardEntry) -> None:
+        batch = self._files.rows(shard.shard)
+        check_rows(batch, shard, self._manifest.position)
+        self._ids.add(shard.shard, batch.column("id").to_pylist())
+
+    def _ids_of(self, shard: int) -> list[str]:
+        ids: list[str] = self._files.rows(shard).column("id").to_pylist()
+        return ids
+
+    def _repeated_ids(self) -> Iterator[Fault]:
+        """One fault for each rows table with an id that was there before."""
+        shards = self._manifest.shards
+        found = self._ids.repeated(self._ids_of)
+        for table, group in groupby(found, key=lambda one: one[2].table):
+            (row_id, *places), *more = group
+            first, second = (shards[place.table].first_row + place.row for place in places)
+            yield Fault(
+                "rows_inconsistent",
+                shards[table].rows_file.name,
+                f"rows {first} and {second} have the same id {row_id!a}"
+                + (f", and {len(more)} more such" if more else ""),
+            )
+
+    def _features(self, shard: ShardEntry, number: int) -> None:
+        entry = shard.features_files[number]
+        array = self._files.checked(shard.shard, number, self._files.raw(entry))
+        check_vectors(entry.name, array, self._manifest.dtype)
+
+    def _traces(self, shard: ShardEntry) -> None:
+        self._files.traces(shard.shard, good_rows(self._files.rows(shard.shard)))
+
+    def _trace_checks(self) -> Iterator[_Check]:
+        for shard in self._manifest.shards if self._manifest.trace else ():
+            for number, entry in enumerate(shard.features_files):
+                yield _Check(entry.name, 0, partial(check_traces, self._files, shard.shard, number))
 
 
 def _notes(store: Store, dataset_id: str) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from wllm_ray.job.source import NamedRows, SourcePlan, read_shards
 from wllm_ray.plan import Shard
 from wllm_ray.records import CapturedChunk, Chunk, InputRow, RowRecord
 from wllm_ray.requests import Selection, capture_task
-from wllm_ray.tokens import Tokenizer, TokenLimits, make_record, tokenize_rows
+from wllm_ray.tokens import Tokenizer, TokenLimits, make_records, tokenize_rows
 
 __all__ = ["Calls", "write_dataset"]
 
@@ -122,6 +122,6 @@ async def write_dataset(
     outcome = await run_job(store, job, receipts)
     if outcome.manifest is None:
         identity = plan.selection.identity
-        records = [make_record(index, row, identity) for index, row in enumerate(plan.rows())]
+        records = list(make_records(plan.rows(), identity))
         raise rows_failed(records, outcome.transient)
     return outcome.manifest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -13,11 +12,12 @@ from numpy.typing import NDArray
 from wllm_ray.dataset.manifest import Manifest
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import InvalidInputError
+from wllm_ray.extras import require_extra
 from wllm_ray.probe.saved import Probe
 from wllm_ray.probe.scores import Score, score
 from wllm_ray.sites import HookSite, parse_site
 
-__all__ = ["LabelledDataset", "ProbeReport", "SiteResult", "probe_by_layer", "require_extra"]
+__all__ = ["LabelledDataset", "ProbeReport", "SiteResult", "probe_by_layer"]
 
 Field: TypeAlias = str | Mapping[str, Any]
 Ints: TypeAlias = NDArray[np.int64]
@@ -331,14 +331,3 @@ def _score(probe: Probe, features: Floats, labels: _Labels, split: _Split) -> Sc
 def _chance(labels: _Labels, split: _Split) -> float:
     common = np.bincount(labels.codes[split.train]).argmax()
     return float((labels.codes[split.test] == common).mean())
-
-
-def require_extra(module: str) -> Any:
-    """Import a module of the `probe` extra, or say how to get it."""
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"probes need {error.name}, which is not installed: pip install 'wllm-ray[probe]'",
-            name=error.name,
-        ) from None

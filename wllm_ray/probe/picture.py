@@ -7,7 +7,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from wllm_ray.probe.fitting import ProbeReport, SiteResult, require_extra
+from wllm_ray.extras import require_extra
+from wllm_ray.probe.fitting import ProbeReport, SiteResult
+from wllm_ray.probe.layers import label_layers, layer_places
 
 __all__ = ["plot_probe_report"]
 
@@ -37,13 +39,13 @@ def plot_probe_report(
     """
     figure = require_extra("matplotlib.figure").Figure(figsize=(9, 5.4), layout="constrained")
     axes = figure.add_subplot()
-    places = _places(report)
+    places = layer_places([result.site for result in report.results])
     for colour, kind in zip(cycle(_COLOURS), _kinds(report), strict=False):
         chosen = [result for result in report.results if result.site.kind == kind]
         name = f"probe of “{report.label}” at {kind}"
         _draw(axes, places, chosen, "score", name, colour=colour, marker="o")
     _draw_controls(axes, places, report)
-    chance = f"chance for “{report.label}” ({report.chance:.2f})"
+    chance = _text(f"chance for “{report.label}” ({report.chance:.2f})")
     axes.axhline(report.chance, color="black", linewidth=1, linestyle=":", label=chance)
     _mark_best(axes, places, report)
     axes.fill_between([], [], color=_GREY, alpha=_SHADE, linewidth=0, label="shaded: 95 % interval")
@@ -55,17 +57,6 @@ def plot_probe_report(
 
 def _kinds(report: ProbeReport) -> list[str]:
     return list(dict.fromkeys(result.site.kind for result in report.results))
-
-
-def _places(report: ProbeReport) -> dict[str, float]:
-    """Where each site stands on the horizontal axis: its layer; the others lie at the ends."""
-    layers = [result.site.layer for result in report.results]
-    last = max((layer for layer in layers if layer is not None), default=0)
-    ends = {"embed": -1.0, "final_norm": last + 1.0}
-    return {
-        str(result.site): ends[result.site.kind] if layer is None else float(layer)
-        for result, layer in zip(report.results, layers, strict=True)
-    }
 
 
 def _draw(
@@ -82,7 +73,7 @@ def _draw(
     x = [places[str(result.site)] for result in ordered]
     scores = [getattr(result, what) for result in ordered]
     y = [score.accuracy for score in scores]
-    axes.plot(x, y, color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=name)
+    axes.plot(x, y, color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=_text(name))
     low, high = [score.low for score in scores], [score.high for score in scores]
     axes.fill_between(x, low, high, color=colour, alpha=_SHADE, linewidth=0)
 
@@ -126,18 +117,20 @@ def _bottom(report: ProbeReport) -> float:
 
 def _title(report: ProbeReport, question: str | None) -> str:
     revision = report.revision.removeprefix("sha256:")[:_REVISION_CHARACTERS]
-    return (
+    return _text(
         f"{question or f'Can a linear probe read “{report.label}”, layer by layer?'}\n"
         f"{report.model} @ {revision} · dataset {report.dataset_id} · "
         f"{len(report.train_ids)} training and {len(report.test_ids)} test rows"
     )
 
 
+def _text(text: str) -> str:
+    """What stands between dollars would be taken for a formula."""
+    return text.replace("$", r"\$")
+
+
 def _annotate(axes: Any, places: dict[str, float], report: ProbeReport) -> None:
-    names = {int(place): str(int(place)) for place in places.values()}
-    names |= {int(places[end]): end for end in ("embed", "final_norm") if end in places}
-    axes.set_xticks(list(names), list(names.values()))
-    axes.set_xlabel("layer (zero-based decoder block)")
+    label_layers(axes, places)
     axes.set_ylabel("accuracy on unseen groups")
     axes.set_ylim(_bottom(report), 1.03)
     axes.grid(visible=True, axis="y", alpha=0.25)

@@ -1,0 +1,212 @@
+"""B-6: staging, verifying and reading against what the machine itself does with the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.bench.block_engine import DATASET, BlockEngine, ByteTokenizer, plan_of
+from tests.bench.harness import (
+    Benchmark,
+    Measure,
+    Outcome,
+    Settings,
+    interleaved,
+    speed_ratio,
+    timed,
+)
+from tests.bench.pipeline import rows_file, run_worker
+from wllm_ray.dataset.reader import ActivationDataset, load_dataset
+from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.verify import verify_dataset
+from wllm_ray.dataset.writer import stage_shard
+from wllm_ray.job.source import spec_of
+from wllm_ray.requests import capture_task
+from wllm_ray.tokens import TokenLimits, tokenize_rows
+
+LEAST = 0.8
+ROWS_PER_SHARD = 4096
+
+
+def _staging(settings: Settings) -> Outcome:
+    rows, width = ROWS_PER_SHARD, settings.pick(4096, 64)
+    stage = _Staging(settings, rows, width)
+    data = stage.chunk.features.data.cast("B")
+    plain = settings.work / "plain"
+    seconds = interleaved(
+        settings.pick(7, 1),
+        {
+            "stage": stage.seconds,
+            "sha256": timed(lambda: hashlib.sha256(data).hexdigest()),
+            "write": timed(lambda: _write(plain, data)),
+        },
+    )
+    ratio = speed_ratio(seconds, "stage", "sha256", "write")
+    return Outcome(
+        [
+            Measure("staging, of the slower of SHA-256 and write", ratio, "×", least=LEAST),
+            Measure("staging, of SHA-256", speed_ratio(seconds, "stage", "sha256"), "×"),
+            Measure("staging, of write", speed_ratio(seconds, "stage", "write"), "×"),
+        ],
+        {"rows": rows, "width": width, "MiB": len(data) / 2**20},
+        seconds,
+    )
+
+
+class _Staging:
+    """One whole shard, staged into a new root each time."""
+
+    def __init__(self, settings: Settings, rows: int, width: int) -> None:
+        engine = BlockEngine(width)
+        served = engine.description
+        plan = plan_of(served, rows_file(settings, rows))
+        limits = TokenLimits(served.max_model_len, served.vocab_size)
+        self.spec = spec_of(plan)
+        self.rows = tokenize_rows(
+            list(plan.rows()), ByteTokenizer(), plan.selection.identity, limits
+        )
+        self.chunk = engine.capture(capture_task(plan.selection, self.rows))
+        self._roots = (settings.work / f"stage-{number}" for number in count())
+
+    def seconds(self) -> float:
+        root = next(self._roots)
+        store = open_store(root)
+        took = timed(lambda: stage_shard(store, self.spec, 0, self.rows, [self.chunk]))()
+        shutil.rmtree(root)
+        return took
+
+
+def _write(path: Path, data: memoryview) -> None:
+    """A new file, on the disk when this returns."""
+    with path.open("wb", buffering=0) as file:
+        file.write(data)
+        os.fsync(file.fileno())
+    path.unlink()
+
+
+def _verifying(settings: Settings) -> Outcome:
+    root = _dataset(settings)
+    shards = sorted((root / "datasets" / DATASET).glob("*.npy"))
+    calls = {
+        "verify": timed(lambda: verify_dataset(root, DATASET).raise_first()),
+        "one thread": timed(lambda: verify_dataset(root, DATASET, threads=1).raise_first()),
+        "sha256": timed(lambda: [_digest(path) for path in shards]),
+    }
+    seconds = interleaved(settings.pick(5, 1), calls)
+    one_thread = speed_ratio(seconds, "one thread", "sha256")
+    return Outcome(
+        [
+            Measure("verify, of SHA-256", speed_ratio(seconds, "verify", "sha256"), "×", LEAST),
+            Measure("verify with one thread, of SHA-256", one_thread, "×"),
+        ],
+        _size(shards),
+        seconds,
+    )
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(np.memmap(path, np.uint8, "r").data).hexdigest()
+
+
+def _reading(settings: Settings) -> Outcome:
+    root = _dataset(settings)
+    shards = sorted((root / "datasets" / DATASET).glob("*.npy"))
+    dataset = load_dataset(root, DATASET, verify="full")
+    features = dataset.features  # every shard is verified from here on
+    single = settings.work / "single.npy"
+    np.save(single, features)
+    mapped = np.load(single, mmap_mode="r")
+    size = settings.pick(1024, 64)
+    order = np.random.default_rng(0).permutation(len(features))
+    buffer = np.empty((size, features.shape[1]), np.float32)
+    seconds = interleaved(
+        settings.pick(7, 1),
+        {
+            "in order": timed(lambda: _copy(_batches(dataset, size), buffer)),
+            "copy": timed(lambda: _copy(_slices(shards, size), buffer)),
+            "shuffled": timed(lambda: _use(_batches(dataset, size, shuffle=True))),
+            "take": timed(lambda: _use(_taken(mapped, order, size))),
+        },
+    )
+    in_order = speed_ratio(seconds, "in order", "copy")
+    shuffled = speed_ratio(seconds, "shuffled", "take")
+    return Outcome(
+        [
+            Measure("in order, of a sequential copy of the maps", in_order, "×", least=LEAST),
+            Measure("shuffled, of np.take of the permutation", shuffled, "×", least=LEAST),
+        ],
+        _size(shards) | {"rows per batch": size},
+        seconds,
+    )
+
+
+def _batches(
+    dataset: ActivationDataset, size: int, *, shuffle: bool = False
+) -> Iterable[NDArray[np.float32]]:
+    return (batch.features for batch in dataset.iter_batches(size, shuffle=shuffle))
+
+
+def _slices(shards: list[Path], size: int) -> Iterable[NDArray[np.float32]]:
+    for path in shards:
+        mapped = np.load(path, mmap_mode="r")[:, 0]
+        yield from (mapped[at : at + size] for at in range(0, len(mapped), size))
+
+
+def _taken(
+    mapped: NDArray[np.float32], order: NDArray[np.int64], size: int
+) -> Iterable[NDArray[np.float32]]:
+    return (np.take(mapped, order[at : at + size], axis=0) for at in range(0, len(order), size))
+
+
+def _copy(batches: Iterable[NDArray[np.float32]], buffer: NDArray[np.float32]) -> None:
+    for batch in batches:
+        np.copyto(buffer[: len(batch)], batch)
+
+
+def _use(batches: Iterable[NDArray[np.float32]]) -> int:
+    return sum(len(batch) for batch in batches)
+
+
+def _dataset(settings: Settings) -> Path:
+    """The root of a dataset of several shards; written once."""
+    rows, width = settings.pick((16 * ROWS_PER_SHARD, 1024), (2 * ROWS_PER_SHARD, 16))
+    root = settings.work / "several-shards"
+    if not root.exists():
+        run_worker("stream_to_disk", width, rows_file(settings, rows), root)
+    return root
+
+
+def _size(shards: list[Path]) -> dict[str, Any]:
+    return {"shards": len(shards), "MiB": round(sum(p.stat().st_size for p in shards) / 2**20, 1)}
+
+
+STORAGE = (
+    Benchmark(
+        "staging",
+        "B-6",
+        "`stage_shard` of one shard on the local file system, against SHA-256 of the same bytes "
+        "and a sequential write and fsync of them.",
+        _staging,
+    ),
+    Benchmark(
+        "verifying",
+        "B-6",
+        "`verify_dataset`, against SHA-256 of the same feature files on one thread.",
+        _verifying,
+    ),
+    Benchmark(
+        "reading",
+        "B-6",
+        "`iter_batches` of a verified dataset: in order against a sequential copy out of the "
+        "mapped shards, shuffled against `np.take` of the same permutation out of one map.",
+        _reading,
+    ),
+)

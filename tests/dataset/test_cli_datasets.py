@@ -1,0 +1,192 @@
+"""Commands about datasets that are there, as they are typed: verify, inspect, gc and merge."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from dataset_builders import capture, make_rows, make_spec, rows_of, write_dataset
+from typer.testing import CliRunner
+
+from wllm_ray.cli import app
+from wllm_ray.dataset.layout import receipt_key
+from wllm_ray.dataset.verify import verify_dataset
+from wllm_ray.dataset.writer import create_spec, stage_shard
+
+pytestmark = pytest.mark.requirement("L-4")
+
+
+@pytest.fixture
+def root(tmp_path):
+    return str(tmp_path / "root")
+
+
+@pytest.fixture
+def store(local):
+    return local
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, list(arguments))
+    assert not result.exception or isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+def damage(store, manifest, shard=0):
+    key = f"datasets/{manifest.dataset_id}/{manifest.shards[shard].rows_file.name}"
+    store.put(key, store.get(key)[:-1] + b"\x55", mode="overwrite")
+    return key.rpartition("/")[2]
+
+
+def begin(store, dataset_id="begun"):
+    rows = make_rows(6)
+    spec = make_spec(rows, dataset_id=dataset_id)
+    create_spec(store, spec)
+    part = rows_of(spec, rows, 1)
+    stage_shard(store, spec, 1, part, [capture(part, spec)])
+    return spec
+
+
+# --- verify ---------------------------------------------------------------------------------------
+
+
+def test_several_datasets_are_verified_and_one_fault_is_enough(root, store):
+    write_dataset(store, make_rows(6), dataset_id="a")
+    name = damage(store, write_dataset(store, make_rows(6), dataset_id="b"))
+    begin(store)
+    assert run("verify", root, "a").stdout.startswith("a: 8 files, ")
+    for which in (["a", "b"], ["--all"]):
+        result = run("verify", root, *which, code=2)
+        lines = result.stdout.splitlines()
+        assert [line.partition(":")[0] for line in lines] == [
+            "a",
+            f"fault [digest_mismatch] {name}",
+            "b",
+        ]
+        assert "restore it from a copy" in result.stderr
+        reports = run("verify", root, *which, "--json", code=2).stdout.splitlines()
+        assert [json.loads(line)["ok"] for line in reports] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--all", "a"], "--all takes no dataset id, found 'a'"),
+        (["--all"], "no dataset is committed under"),
+        (["begun"], "begun but not committed: 1 shard(s) are staged"),
+        (["x"], "committed there: none"),
+        ([], "expected ROOT DATASET_ID"),
+    ],
+)
+def test_what_cannot_be_verified(root, store, arguments, match):
+    begin(store)
+    assert match in run("verify", root, *arguments, code=2).stderr
+
+
+# --- inspect --------------------------------------------------------------------------------------
+
+
+def test_a_dataset_that_was_begun_says_what_is_staged(root, store):
+    spec = begin(store)
+    facts = json.loads(run("inspect", root, "begun", "--json").stdout)
+    assert (facts["state"], facts["rows"], facts["shards"]) == ("begun", 6, 2)
+    assert (facts["shards_staged"], facts["rows_staged"]) == (1, 3)
+    assert facts["missing_shards"] == [0]
+    assert facts["bytes_staged"] == sum(
+        size for key, size in store.list("datasets") if key.endswith((".npy", ".arrow"))
+    )
+    assert facts["sites"] == list(spec.sites)
+    assert "run the same job again" in run("inspect", root, "begun").stdout
+
+
+def test_a_committed_dataset_is_shown_without_opening_a_shard(root, store):
+    manifest = write_dataset(store, make_rows(6))
+    for shard in manifest.shards:
+        for entry in shard.files:
+            store.delete(f"datasets/d/{entry.name}")
+    facts = json.loads(run("inspect", root, "d", "--json").stdout)
+    assert facts["state"] == "committed"
+    assert facts["content_sha256"] == manifest.content_sha256
+    assert (facts["dtype"], facts["shard_format"]) == ("float32", "npy")
+
+
+def test_what_cannot_be_shown(root, store):
+    begin(store)
+    assert "committed there: none" in run("inspect", root, "x", code=2).stderr
+    store.put(receipt_key("begun", 1), b"{}", mode="overwrite")
+    assert "shard-00001.receipt.json" in run("inspect", root, "begun", code=2).stderr
+
+
+# --- gc -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def littered(root, store, tmp_path):
+    write_dataset(store, make_rows(6))
+    begin(store)
+    store.put("datasets/d/.tmp-host-1-1", b"four")
+    store.put("datasets/d/.tmp-host-1-2", b"four")
+    os.utime(tmp_path / "root/datasets/d/.tmp-host-1-2", (0, 0))
+    return root
+
+
+@pytest.mark.requirement("D-5")
+def test_leftovers_are_listed_and_removed_on_request_only(littered, store):
+    before = store.list("datasets")
+    lines = run("gc", littered).stdout.splitlines()
+    assert lines[0].startswith("begun: begun, 1 of 2 shards staged")
+    assert lines[1:] == [
+        "left, too recent: datasets/d/.tmp-host-1-1, 4 bytes, temporary",
+        "removable: datasets/d/.tmp-host-1-2, 4 bytes, temporary",
+        "1 file, 4 bytes can be removed; add --delete to remove them",
+    ]
+    assert store.list("datasets") == before
+    result = run("gc", f"{littered}/datasets/d", "--delete", "--older-than", "0")
+    assert result.stdout.splitlines()[-1] == "2 files, 8 bytes removed"
+    assert json.loads(run("gc", littered, "d", "--json").stdout)["files"] == 0
+    assert verify_dataset(store, "d").notes == ()
+
+
+@pytest.mark.requirement("D-5")
+def test_a_damaged_dataset_keeps_everything_and_the_others_are_cleaned(littered, store):
+    key = receipt_key("begun", 1)
+    store.put(key, b"{}", mode="overwrite")
+    store.put("datasets/begun/.tmp-host-1-1", b"four")
+    result = run("gc", littered, "--delete", "--older-than", "0", code=2)
+    assert "damaged: begun [" in result.stdout
+    assert key in result.stdout
+    assert result.stdout.splitlines()[-1] == "2 files, 8 bytes removed"
+    assert store.size("datasets/begun/.tmp-host-1-1") == 4
+    facts = json.loads(run("gc", littered, "begun", "--json", code=2).stdout)
+    assert facts["datasets"][0]["damage"]["code"] == "format_unknown"
+
+
+def test_giving_up_takes_an_id_and_delete(littered, store):
+    assert "expected ROOT DATASET_ID" in run("gc", littered, "--abandon", code=2).stderr
+    refused = run("gc", littered, "begun", "--abandon", "--delete", code=2)
+    assert "a writer may be at work" in refused.stderr
+    assert "is committed" in run("gc", littered, "d", "--abandon", code=2).stderr
+    listed = run("gc", littered, "begun", "--abandon", "--older-than", "0").stdout
+    assert listed.splitlines()[0] == (
+        f"removable: {receipt_key('begun', 1)}, {store.size(receipt_key('begun', 1))} bytes"
+    )
+    assert "add --delete" in listed
+    run("gc", littered, "begun", "--abandon", "--older-than", "0", "--delete")
+    assert not [key for key, _ in store.list("datasets") if "begun" in key]
+
+
+# --- merge ----------------------------------------------------------------------------------------
+
+
+def test_two_datasets_become_one(root, store, tmp_path):
+    write_dataset(store, make_rows(3), dataset_id="a")
+    result = run("merge", root, "a", "--into", "copy", "--to-root", str(tmp_path / "other"))
+    assert result.stdout.startswith("copy: 3 rows in 1 shard, ")
+    facts = json.loads(run("merge", root, "a", "--into", "b", "--json").stdout)
+    assert (facts["rows"], facts["rows_failed"], facts["shards"]) == (3, 0, 1)
+    run("verify", root, "--all")
+    refused = run("merge", root, "a", "b", "--into", "ab", code=2)
+    assert "error [dataset_conflict] in merge: row id 'r-0' is in dataset 'a' and" in refused.stderr
+    assert "--into" in run("merge", root, "a", code=2).stderr

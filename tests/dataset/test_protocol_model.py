@@ -1,0 +1,441 @@
+"""Any history of writers, crashes and third hands leaves whole datasets or none.
+
+Hypothesis makes up the histories. Two or three writers run interleaved, one storage operation at a
+time; each may die, be refused or lose an answer at any of them. After every step the root is read
+past all of our code: what a reader or a resubmission could meet must be sound at that moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from unittest import mock
+
+import numpy as np
+import pytest
+from dataset_builders import (
+    FAILED_ROW,
+    capture,
+    captured_of,
+    features_of,
+    make_rows,
+    make_spec,
+    rows_of,
+)
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from stepped_store import Died, Fault, InlineExecutor, Writer
+
+from wllm_ray.dataset import shard_files
+from wllm_ray.dataset.gc import collect_garbage
+from wllm_ray.dataset.layout import folder, manifest_key, receipt_key, spec_key
+from wllm_ray.dataset.manifest import TraceSpec, document_bytes
+from wllm_ray.dataset.reader import load_dataset
+from wllm_ray.dataset.shard import decode_rows
+from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.writer import (
+    StageResult,
+    commit_manifest,
+    create_spec,
+    stage_shard,
+    staged_shards,
+)
+from wllm_ray.errors import (
+    ROW_FAILURE_CODES,
+    ConflictError,
+    IntegrityError,
+    NotFoundError,
+    RowsFailedError,
+    StorageError,
+)
+from wllm_ray.records import RowFailure
+
+pytestmark = pytest.mark.requirement("D-3", "D-4", "D-5", "D-7", "D-10")
+
+ROWS = make_rows(5, failed=[FAILED_ROW])
+GOOD = [row for row in ROWS if row.failure is None]
+SHARDS = 3
+PER_SITE = {"sites": ("embed", "L1_attn_out_prelinear"), "site_widths": (4, 6)}
+TRACE = {"sites": ("embed", "L1_attn_out_prelinear", "L2_mlp_out"), "site_widths": (4, 6, 3)}
+KINDS = {
+    "one file": {},
+    "a file for each site": PER_SITE,
+    "arrow": PER_SITE | {"shard_format": "arrow"},
+    "traces": PER_SITE | {"trace": TraceSpec(**TRACE)},
+}
+LOST = RowFailure.of("replica_lost", "gone")
+TRANSIENT = {code for code, (_, permanent, _) in ROW_FAILURE_CODES.items() if not permanent}
+ATTEMPT_STEP = np.float32(1 / 1024)
+_names = itertools.count()
+
+
+class Engine:
+    """One attempt's engine: what it measures may differ from attempt to attempt.
+
+    Args:
+        attempt: 0 in class ``bitwise``, where all attempts measure the same.
+        threads: Enters the fingerprint.
+        loses: How often each row gets lost before it is captured.
+    """
+
+    def __init__(self, attempt=0, threads=1, loses=0):
+        self.attempt, self.loses = attempt, loses
+        self.says = {"threads": threads, "reproducibility": "tolerance" if attempt else "bitwise"}
+
+    def capture(self, rows, spec, **options):
+        features = {
+            row.index: features_of(row, captured_of(spec)) + self.attempt * ATTEMPT_STEP
+            for row in rows
+            if row.failure is None
+        }
+        return capture(rows, spec, features=features, **options, **self.says)
+
+
+def stage(writer, store, *, spec, shard, engine):
+    rows = rows_of(spec, ROWS, shard)
+    good = [row.index for row in rows if row.failure is None]
+    before = writer.operations
+    chunks = []
+    for _ in range(engine.loses if good else 0):
+        chunks.append(engine.capture(rows, spec, failures=dict.fromkeys(good, LOST)))
+        refused = stage_shard(store, spec, shard, rows, chunks)
+        assert refused.receipt is None
+        assert set(refused.transient) == set(good)
+    assert writer.operations == before  # nothing is so much as looked at
+    return stage_shard(store, spec, shard, rows, [*chunks, engine.capture(rows, spec)])
+
+
+def flip(data):
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+def run_job(writer, store, *, spec, engine):
+    create_spec(store, spec)
+    done = staged_shards(store, spec)
+    for shard in set(range(SHARDS)) - set(done):
+        stage(writer, store, spec=spec, shard=shard, engine=engine)
+    return commit_manifest(store, "d")
+
+
+def remove_leftovers(store):
+    """Every file that may ever go, however young it is."""
+    tomorrow = datetime.now(UTC) + timedelta(days=1)
+    list(collect_garbage(store, "d", delete=True, older_than=timedelta(0), now=tomorrow))
+
+
+def expected_content(spec, threads):
+    """What one undisturbed writer comes to, where every attempt measures the same.
+
+    ``threads`` is shard → what the engine of that shard says of itself.
+    """
+    store = open_store(f"memory://undisturbed-{next(_names)}")
+    create_spec(store, spec)
+    for shard in range(SHARDS):
+        part = rows_of(spec, ROWS, shard)
+        stage_shard(store, spec, shard, part, [capture(part, spec, threads=threads[shard])])
+    return commit_manifest(store, "d").content_sha256
+
+
+class Protocol(RuleBasedStateMachine):
+    @initialize(
+        kind=st.sampled_from(sorted(KINDS)),
+        mixed=st.booleans(),
+        bitwise=st.booleans(),
+        staged=st.dictionaries(st.integers(0, SHARDS - 1), st.sampled_from([1, 1, 1, 1, 1, 2])),
+        committed=st.booleans(),
+    )
+    def begin(self, kind, mixed, bitwise, staged, committed):
+        self.store = open_store(f"memory://protocol-{next(_names)}")
+        asked = KINDS[kind] | {"per_shard": 2, "mixed_fingerprints": mixed}
+        self.specs = [make_spec(ROWS, position=one, **asked) for one in ("all_prompt", "first")]
+        self.bitwise, self.mixed = bitwise, mixed
+        self.attempts = itertools.count(0 if bitwise else 1, 0 if bitwise else 1)
+        self.writers: list[Writer] = []
+        self.harmed: dict[str, tuple[bytes, bytes | None]] = {}
+        self.first: dict[str, bytes] = {}
+        self.checked: set[bytes] = set()
+        patch = mock.patch.object(shard_files, "ThreadPoolExecutor", InlineExecutor)
+        patch.start()
+        self.unpatch = patch.stop
+        if staged:
+            create_spec(self.store, self.specs[0])
+        for shard, threads in staged.items():
+            engine = self.engine(threads)
+            self.finished(partial(stage, spec=self.specs[0], shard=shard, engine=engine))
+        if committed:
+            self.finished(partial(run_job, spec=self.specs[0], engine=self.engine()))
+
+    def engine(self, threads=1, loses=0):
+        return Engine(next(self.attempts), threads, loses)
+
+    def finished(self, work):
+        """A writer that has run to its end without a neighbour."""
+        writer = Writer(self.store, work)
+        writer.run()
+        return writer
+
+    # --- what may happen ----------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.writers) < 3)
+    @rule(
+        what=st.sampled_from(["job", "stage", "commit", "gc"]),
+        which=st.sampled_from([0, 0, 0, 1]),
+        shard=st.integers(0, SHARDS - 1),
+        threads=st.sampled_from([1, 1, 1, 1, 2]),
+        loses=st.integers(0, 2),
+    )
+    def start(self, what, which, shard, threads, loses):
+        spec, engine = self.specs[which], self.engine(threads, loses)
+        if what == "stage" and self.read(spec_key("d")) != document_bytes(spec):
+            return  # nobody stages before the spec stands
+        work = {
+            "job": partial(run_job, spec=spec, engine=engine),
+            "stage": partial(stage, spec=spec, shard=shard, engine=engine),
+            "commit": lambda _, store: commit_manifest(store, "d"),
+            "gc": lambda _, store: remove_leftovers(store),
+        }[what]
+        writer = Writer(self.store, work)
+        writer.harmed = bool(self.harmed)
+        writer.must_notice = {
+            "job": set(self.harmed),
+            "stage": set(),
+            "commit": set(self.harmed) & set(self.first),
+            "gc": set(),
+        }[what]
+        self.writers.append(writer)
+
+    @precondition(lambda self: self.writers)
+    @rule(moves=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), min_size=1, max_size=12))
+    def advance(self, moves):
+        for who, steps in moves:
+            for _ in range(steps):
+                self.step(who)
+
+    @precondition(lambda self: self.writers)
+    @rule(who=st.integers(0, 2), fault=st.sampled_from([one for one in Fault if one.value]))
+    def fail(self, who, fault):
+        self.step(who, fault)
+
+    @precondition(lambda self: self.writers)
+    @rule(who=st.integers(0, 2))
+    def run_to_the_end(self, who):
+        writer = self.writers[who % len(self.writers)]
+        while writer in self.writers:
+            self.step(self.writers.index(writer))
+
+    def step(self, who, fault=Fault.NONE):
+        if not self.writers:
+            return
+        writer = self.writers[who % len(self.writers)]
+        if not writer.ended:
+            writer.step(fault)
+        self.sound()
+        if writer.ended:
+            self.writers.remove(writer)
+            self.judge(writer)
+
+    @precondition(lambda self: self.first)
+    @rule(data=st.data(), how=st.sampled_from(["flipped", "truncated", "gone"]))
+    def harm(self, data, how):
+        key = data.draw(st.sampled_from(sorted(self.recorded())))
+        before = self.read(key)
+        if before is None or key in self.harmed:
+            return
+        if how == "gone" and not self.read(manifest_key("d")) and key in self.first:
+            how = "flipped"  # a document that goes before the commit was never there
+        after = {"gone": None, "truncated": before[:-1], "flipped": flip(before)}[how]
+        self.harmed[key] = before, after
+        if after is None:
+            self.store.delete(key)
+        else:
+            self.store.put(key, after, mode="overwrite")
+        for writer in self.writers:
+            writer.harmed = True
+
+    @precondition(lambda self: self.harmed)
+    @rule()
+    def restore(self):
+        for key, (before, _) in self.harmed.items():
+            self.store.put(key, before, mode="overwrite")
+
+    @precondition(lambda self: not self.writers and not self.harmed)
+    @rule(shard=st.integers(0, SHARDS - 1))
+    def give_a_shard_up(self, shard):
+        """What messages advise where a file cannot be restored: remove the receipt."""
+        key = receipt_key("d", shard)
+        if self.read(manifest_key("d")) is None:
+            self.store.delete(key)
+            self.first.pop(key, None)
+
+    @rule()
+    def read_everything(self):
+        committed = self.read(manifest_key("d")) is not None
+        try:
+            dataset = load_dataset(self.store, "d", verify="full")
+        except NotFoundError:
+            assert not committed
+        except IntegrityError:
+            assert self.harmed
+        else:
+            assert committed
+            assert not self.harmed
+            assert dataset.row_ids == [row.id for row in GOOD]
+            self.expect_one_attempt_in_each_shard(dataset)
+
+    # --- what must hold -----------------------------------------------------------------------
+
+    @invariant()
+    def sound(self):
+        """Nothing that was decided changes, and nothing is decided before its files are there."""
+        for key, (before, after) in list(self.harmed.items()):
+            found = self.read(key)
+            assert found in (before, after), f"{key} was damaged and then written anew"
+            if found == before:
+                del self.harmed[key]
+        keys = [spec_key("d"), *(receipt_key("d", n) for n in range(SHARDS)), manifest_key("d")]
+        documents = {key: self.read(key) for key in keys}
+        for key, data in documents.items():
+            if data is not None and key not in self.harmed:
+                assert self.first.setdefault(key, data) == data, f"{key} changed"
+            assert data is not None or key not in self.first or key in self.harmed
+        if documents[manifest_key("d")] is not None:
+            missing = [key for key in keys if documents[key] is None and key not in self.harmed]
+            assert not missing, f"committed without {missing}"
+        for key in keys[1:]:
+            if documents[key] is not None and key not in self.harmed:
+                self.expect_files(key, documents[key])
+
+    def expect_files(self, key, data):
+        document = json.loads(data)
+        shards = document["shards"] if key == manifest_key("d") else [document]
+        entries = [entry for shard in shards for entry in shard["files"]]
+        for entry in entries:
+            name = f"{folder('d')}/{entry['name']}"
+            if name not in self.harmed:
+                found = self.read(name)
+                assert found is not None, f"{key} names {name}, which is not there"
+                assert hashlib.sha256(found).hexdigest() == entry["sha256"]
+        if key != manifest_key("d") and data not in self.checked and not self.harmed:
+            self.checked.add(data)
+            name = next(entry["name"] for entry in entries if entry["role"] == "rows")
+            self.expect_rows(document, self.read(f"{folder('d')}/{name}"))
+
+    def expect_rows(self, receipt, table):
+        batch = decode_rows(table, "rows")
+        wanted = range(receipt["first_row"], receipt["first_row"] + receipt["rows"])
+        assert batch.column("row").to_pylist() == list(wanted)
+        assert not TRANSIENT & set(batch.column("status").to_pylist())
+
+    def expect_one_attempt_in_each_shard(self, dataset):
+        """Features are those of one attempt: never rows of two, never anything else."""
+        spec = self.specs[dataset.manifest.position == "first"]
+        shards = np.repeat([row.index // 2 for row in GOOD], np.diff(dataset.offsets))
+        for site, width, end in zip(
+            spec.sites, spec.site_widths, itertools.accumulate(spec.site_widths), strict=True
+        ):
+            expected = np.concatenate(
+                [features_of(row, spec)[:, end - width : end] for row in GOOD]
+            )
+            attempts = (dataset.site(site) - expected) / ATTEMPT_STEP
+            for shard in range(SHARDS):
+                values = set(attempts[shards == shard].reshape(-1).tolist())
+                assert len(values) == 1, f"shard {shard} has features of attempts {values}"
+                assert values == {0.0} or not self.bitwise
+
+    def judge(self, writer):
+        """Whether a writer that ended said what was true."""
+        error = writer.error
+        if error is None:
+            unnoticed = writer.must_notice & set(self.harmed)
+            assert not unnoticed, f"{unnoticed} went unnoticed"
+            self.expect_stored(writer)
+        elif isinstance(error, IntegrityError):
+            assert writer.harmed, repr(error)
+        elif isinstance(error, StorageError):
+            assert writer.faulted, repr(error)
+        elif not isinstance(error, (Died, ConflictError, RowsFailedError, NotFoundError)):
+            raise error
+
+    def expect_stored(self, writer):
+        """What was returned as standing does stand."""
+        if isinstance(writer.result, StageResult):
+            document = writer.result.receipt
+            key = receipt_key("d", document.shard)
+            same = self.bitwise and len(set(self.fingerprints().values())) == 1
+            assert not (writer.result.superseded and same and not writer.harmed)
+        elif writer.result is not None:
+            document, key = writer.result, manifest_key("d")
+        else:
+            return
+        if key not in self.harmed:
+            assert self.read(key) == document_bytes(document)
+
+    def teardown(self):
+        if not hasattr(self, "unpatch"):
+            return
+        for writer in self.writers:
+            writer.kill()
+        self.restore()
+        self.sound()
+        self.finish()
+        self.unpatch()
+
+    def finish(self):
+        """One undisturbed resubmission: the dataset, or the reason why there can be none."""
+        stored = self.read(spec_key("d"))
+        spec = next((one for one in self.specs if document_bytes(one) == stored), self.specs[0])
+        found = set(self.fingerprints().values())
+        writer = self.finished(partial(run_job, spec=spec, engine=self.engine()))
+        if len(found | {1}) > 1 and not (self.mixed or self.read(manifest_key("d"))):
+            assert isinstance(writer.error, ConflictError), repr(writer.error)
+            assert writer.error.code == "mixed_fingerprints"
+            return
+        assert writer.error is None, repr(writer.error)
+        self.sound()
+        self.read_everything()
+        threads = self.fingerprints()
+        assert len(set(threads.values())) == 1 or writer.result.reproducibility == "mixed"
+        if self.bitwise:
+            assert writer.result.content_sha256 == expected_content(spec, threads)
+
+    # --- the root, past all of our code -------------------------------------------------------
+
+    def read(self, key):
+        try:
+            return self.store.get(key)
+        except NotFoundError:
+            return None
+
+    def recorded(self):
+        """Keys of all documents and of the files that they name."""
+        keys = set(self.first)
+        for key, data in self.first.items():
+            if "receipt" in key:
+                keys |= {f"{folder('d')}/{entry['name']}" for entry in json.loads(data)["files"]}
+        return keys
+
+    def fingerprints(self):
+        """Shard → threads of the engine, by the receipts that stand."""
+        receipts = {n: self.first.get(receipt_key("d", n)) for n in range(SHARDS)}
+        return {
+            n: json.loads(data)["fingerprint"]["threads"] for n, data in receipts.items() if data
+        }
+
+
+TestProtocol = Protocol.TestCase
+TestProtocol.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.slow
+class TestLongHistories(Protocol.TestCase):
+    settings = settings(max_examples=2000, stateful_step_count=60, deadline=None)

@@ -1,0 +1,363 @@
+"""`verify` beyond what a reader checks: what agrees with every digest and is wrong all the same."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from dataset_builders import FAILED_ROW, capture, make_rows, make_spec, rows_of, write_dataset
+
+from wllm_ray.dataset.build import manifest_digest
+from wllm_ray.dataset.documents import read_manifest, read_receipt
+from wllm_ray.dataset.layout import file_name, folder, manifest_key, receipt_key
+from wllm_ray.dataset.manifest import TraceSpec, document_bytes
+from wllm_ray.dataset.repeated import Place, RowIds
+from wllm_ray.dataset.rowtable import read_rows
+from wllm_ray.dataset.shard import ROWS_SCHEMA, decode_rows
+from wllm_ray.dataset.staged import load_spec
+from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.verify import verify_dataset
+from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard
+from wllm_ray.digest import shard_rows_digest, token_digest
+from wllm_ray.errors import IntegrityError, NotFoundError, StorageError
+
+pytestmark = pytest.mark.requirement("L-4", "D-6")
+
+
+def arrow_file(table):
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_batch(table)
+    return sink.getvalue().to_pybytes()
+
+
+def changed(batch, column, row, value):
+    values = batch.column(column).to_pylist()
+    values[row] = value
+    field = ROWS_SCHEMA.field(column)
+    return batch.set_column(
+        ROWS_SCHEMA.get_field_index(column), field, pa.array(values, field.type)
+    )
+
+
+def resealed(store, shard, change, *, role="rows"):
+    """Change a file and then every digest over it, as an author would who lies from the start."""
+    spec = load_spec(store, "d")
+    key = receipt_key("d", shard)
+    receipt = read_receipt(store.get(key), spec, shard)
+    entry = next(entry for entry in receipt.files if entry.role == role)
+    data = change(store.get(f"{folder('d')}/{entry.name}"))
+    suffix = entry.name.removeprefix(file_name(shard, entry.sha256, ""))
+    stored = store.put_content(f"{folder('d')}/shard-{shard:05d}-", suffix, data)
+    new = entry.model_copy(
+        update={
+            "name": stored.key.rpartition("/")[2],
+            "sha256": stored.sha256,
+            "bytes": stored.bytes,
+        }
+    )
+    files = tuple(new if one is entry else one for one in receipt.files)
+    update = {"files": files}
+    if role == "rows":
+        update["rows_sha256"] = rows_sha256(pa.ipc.open_file(data).get_batch(0))
+    store.delete(key)
+    store.delete(manifest_key("d"))
+    store.put(key, document_bytes(receipt.model_copy(update=update)))
+    commit_manifest(store, "d")
+    return new.name
+
+
+def rows_sha256(batch):
+    columns = ("request_sha256", "token_sha256", "status")
+    requests, tokens, status = (batch.column(name).to_pylist() for name in columns)
+    hexes = [None if one is None else one.hex() for one in tokens]
+    return shard_rows_digest(zip((one.hex() for one in requests), hexes, status, strict=True))
+
+
+def table(*changes):
+    """Cells of a rows table to change: (column, row, value)."""
+
+    def change(data):
+        batch = decode_rows(data, "t")
+        for one in changes:
+            batch = changed(batch, *one)
+        return arrow_file(batch)
+
+    return change
+
+
+def tokens(row, ids):
+    return [("token_ids", row, ids), ("token_sha256", row, bytes.fromhex(token_digest(ids)))]
+
+
+def failure(**changes):
+    text = {"code": "too_long", "message": "m", "permanent": True, "stage": "tokenize"} | changes
+    return json.dumps(text, sort_keys=True, separators=(",", ":"))
+
+
+LIES = {
+    "an id of another shard": (1, table(("id", 1, "r-0")), "rows_inconsistent", "same id 'r-0'"),
+    "an id of the same shard": (0, table(("id", 2, "r-0")), "rows_inconsistent", "0 and 2"),
+    "token ids of another digest": (
+        0,
+        table(("token_ids", 0, [9, 9])),
+        "digest_mismatch",
+        "token_sha256",
+    ),
+    "an index outside the row": (
+        0,
+        table(*tokens(0, [5])),
+        "rows_inconsistent",
+        r"row 0 has features, but its 1 token ids lack one that position index:1,-2 names",
+    ),
+    "no token at all": (1, table(*tokens(0, [])), "rows_inconsistent", "row 3 .* its 0 token ids"),
+    "a failure that may pass": (
+        0,
+        table(("failure", 1, failure(permanent=False))),
+        "rows_inconsistent",
+        "permanent, found 'too_long'",
+    ),
+    "a failure that is none": (0, table(("failure", 1, "{}")), "table_invalid", "cannot be read"),
+    "a failure of another code": (
+        0,
+        table(("failure", 1, failure(code="zero_tokens"))),
+        "digest_mismatch",
+        "failure codes",
+    ),
+    "metadata in another spelling": (
+        0,
+        table(("metadata", 2, '{"a": 1}')),
+        "table_invalid",
+        "another spelling",
+    ),
+    "metadata that is no JSON": (0, table(("metadata", 2, "{")), "table_invalid", "not JSON"),
+    "metadata that is a list": (0, table(("metadata", 2, "[]")), "table_invalid", "found list"),
+    "a null where there is none": (1, table(("length", 0, None)), "table_invalid", "length.* null"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_agrees_with_every_digest_and_is_wrong(store, root, lie):
+    shard, change, code, match = LIES[lie]
+    write_dataset(store, make_rows(6, failed=[FAILED_ROW]), position="index:1,-2")
+    assert verify_dataset(root, "d").ok
+    name = resealed(store, shard, change)
+    (fault,) = verify_dataset(root, "d").faults
+    assert (fault.code, fault.file) == (code, name)
+    with pytest.raises(IntegrityError, match=match):
+        verify_dataset(root, "d").raise_first()
+
+
+def test_values_that_are_not_numbers_with_a_right_digest(store, root):
+    write_dataset(store, make_rows(6))
+    name = resealed(store, 1, lambda data: data[:-4] + np.float32("inf").tobytes(), role="features")
+    assert [(one.code, one.file) for one in verify_dataset(root, "d").faults] == [
+        ("values_not_finite", name)
+    ]
+
+
+@pytest.mark.parametrize("shape", ["float32", "brain", "two sites"])
+def test_a_vector_of_zeros_with_a_right_digest(store, root, shape):
+    """The last one of the file, minus zero throughout."""
+    size, options = {
+        "float32": (16, {}),
+        "brain": (8, SHAPES["brain"]),
+        "two sites": (16, {"sites": ("embed", "L1_mlp_out")}),
+    }[shape]
+    minus_zero = b"\0" * (size // 4 - 1) + b"\x80"
+    write_dataset(store, make_rows(6), **options)
+    name = resealed(store, 1, lambda data: data[:-size] + 4 * minus_zero, role="features")
+    (fault,) = verify_dataset(root, "d").faults
+    assert (fault.code, fault.file) == ("rows_inconsistent", name)
+    assert "feature row 2 holds a vector that is zero throughout" in fault.message
+
+
+def test_lengths_whose_sum_wraps_around():
+    """They add up to three, modulo 2**64."""
+    rows = make_rows(3)
+    store = open_store("memory://wrapping")
+    shard = write_dataset(store, rows).shards[0]
+    key = f"datasets/d/{shard.rows_file.name}"
+    most = 2**63 - 1
+    lengths = [most, most, 5]
+    with np.errstate(over="ignore"):
+        offsets = (np.cumsum(lengths, dtype=np.int64) - np.array(lengths)).tolist()
+    cells = [
+        (column, row, values[row])
+        for column, values in {"length": lengths, "offset": offsets}.items()
+        for row in range(3)
+    ]
+    assert sum(lengths) - 2**64 == shard.feature_rows
+    with pytest.raises(IntegrityError, match="the lengths"):
+        read_rows(table(*cells)(store.get(key)), shard, "all_generated")
+
+
+def test_a_manifest_that_says_other_things_than_the_receipts(store, root):
+    manifest = write_dataset(store, make_rows(6))
+    shard = manifest.shards[1].model_copy(update={"timings": {"engine": 9.0}})
+    forged = manifest.model_copy(update={"shards": (manifest.shards[0], shard)})
+    forged = forged.model_copy(update={"manifest_sha256": manifest_digest(forged)})
+    store.put(manifest_key("d"), document_bytes(forged), mode="overwrite")
+    assert read_manifest(store.get(manifest_key("d"))) == forged
+    (fault,) = verify_dataset(root, "d").faults
+    assert (fault.code, fault.file) == ("rows_inconsistent", "manifest.json")
+    assert "its spec and receipts give" in fault.message
+
+
+# --- whatever the shape ---------------------------------------------------------------------------
+
+TRACE = TraceSpec(sites=("embed", "L1_mlp_out"), site_widths=(4, 4))
+SHAPES = {
+    "ragged": {"position": "all_prompt"},
+    "a file per site": {
+        "sites": ("embed", "L1_mlp_out"),
+        "site_widths": (4, 6),
+        "position": "all_prompt",
+    },
+    "arrow": {"shard_format": "arrow"},
+    "half": {"storage_dtype": "float16", "dtype": "float16", "shard_format": "arrow"},
+    "brain": {
+        "storage_dtype": "native",
+        "dtype": "bfloat16",
+        "described": {"engine_dtype": "bfloat16"},
+    },
+    "traced": {"trace": TRACE, "sites": ("L1_mlp_out",), "position": "mean_prompt"},
+    "traced, narrow": {
+        "trace": TRACE,
+        "sites": ("L1_mlp_out", "embed"),
+        "shard_layout": "per_site",
+        "storage_dtype": "float16",
+        "dtype": "float16",
+        "position": "index:1,0",
+    },
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_sound_dataset_of_any_shape(store, root, shape, threads):
+    """The second shard has failed rows only."""
+    manifest = write_dataset(store, make_rows(7, failed=[FAILED_ROW, 3, 4, 5]), **SHAPES[shape])
+    seen = []
+    report = verify_dataset(
+        root, "d", threads=threads, on_bytes=lambda done, total: seen.append((done, total))
+    )
+    assert (report.faults, report.advice) == ((), "")
+    assert report.bytes == manifest.bytes
+    assert seen == sorted(seen)
+    assert seen[-1] == (manifest.bytes, manifest.bytes)
+    assert len(seen) == report.files - 1
+
+
+@pytest.mark.requirement("D-9")
+@pytest.mark.parametrize("shape", ["traced", "traced, narrow"])
+def test_features_that_are_not_of_their_traces(store, root, shape):
+    """Every digest is right, and so is every value by itself."""
+    write_dataset(store, make_rows(6), **SHAPES[shape])
+    name = resealed(store, 1, lambda data: data[:-2] + b"\x12\x34", role="features")
+    (fault,) = verify_dataset(root, "d").faults
+    assert (fault.code, fault.file) == ("rows_inconsistent", name)
+    assert "the features of row 5 are not those that its trace gives" in fault.message
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_faults_come_in_the_order_of_the_files(store, root, threads):
+    manifest = write_dataset(store, make_rows(30))
+    files = [(shard.shard, entry) for shard in manifest.shards[::3] for entry in shard.files]
+    for _, entry in files:
+        key = f"datasets/d/{entry.name}"
+        store.put(key, store.get(key)[:-1] + b"\x55", mode="overwrite")
+    report = verify_dataset(root, "d", threads=threads)
+    expected = sorted(((shard, entry.role != "rows"), entry.name) for shard, entry in files)
+    assert [fault.file for fault in report.faults] == [name for _, name in expected]
+
+
+def test_no_more_files_are_in_memory_than_threads():
+    store = open_store("memory://counted")
+    write_dataset(store, make_rows(30))
+    held = []
+    lock, running = threading.Lock(), []
+    real = store.get
+
+    def get(key):
+        with lock:
+            running.append(key)
+            held.append(len(running))
+        try:
+            return real(key)
+        finally:
+            with lock:
+                running.remove(key)
+
+    store.get = get
+    assert verify_dataset(store, "d", threads=2).ok
+    assert max(held) <= 2
+
+
+def test_a_dataset_that_was_begun_is_told_from_one_that_is_not_there(store, root):
+    rows = make_rows(6)
+    spec = make_spec(rows)
+    create_spec(store, spec)
+    part = rows_of(spec, rows, 0)
+    stage_shard(store, spec, 0, part, [capture(part, spec)])
+    with pytest.raises(NotFoundError, match=r"begun but not committed: 1 shard\(s\) are staged"):
+        verify_dataset(root, "d")
+    with pytest.raises(NotFoundError, match="committed there: none"):
+        verify_dataset(root, "e")
+
+
+# --- ids ------------------------------------------------------------------------------------------
+
+
+class Colliding(str):
+    """A text whose hash says nothing."""
+
+    __slots__ = ()
+    __hash__ = lambda self: 7  # noqa: E731
+
+
+def test_equal_hashes_are_no_equal_ids():
+    tables = [[Colliding(f"{table}-{row}") for row in range(4)] for table in range(3)]
+    ids = RowIds()
+    for number in (2, 0, 1):
+        ids.add(number, tables[number])
+    assert list(ids.repeated(tables.__getitem__)) == []
+    tables[2][3] = tables[0][1]
+    assert list(ids.repeated(tables.__getitem__)) == [("0-1", Place(0, 1), Place(2, 3))]
+
+
+def test_every_repetition_is_named_and_other_tables_are_not_read_again():
+    tables = {0: ["a", "b"], 1: ["c", "d"], 5: ["b", "e", "b"]}
+    ids = RowIds()
+    for number, found in tables.items():
+        ids.add(number, found)
+    read = []
+
+    def ids_of(number):
+        read.append(number)
+        return tables[number]
+
+    repeated = list(ids.repeated(ids_of))
+    assert repeated == [("b", Place(0, 1), Place(5, 0)), ("b", Place(0, 1), Place(5, 2))]
+    assert read == [0, 5]
+    assert list(RowIds().repeated(ids_of)) == []
+
+
+def test_a_root_that_cannot_be_read_is_no_damage(store, root):
+    manifest = write_dataset(store, make_rows(6))
+    name = manifest.shards[1].rows_file.name
+    real = store.get
+
+    def get(key):
+        if key.endswith(name):
+            raise StorageError("the root is away")
+        return real(key)
+
+    store.get, store.local_path = get, lambda key: None
+    report = verify_dataset(store, "d")
+    assert [(fault.code, fault.file) for fault in report.faults] == [("storage_failed", name)]
+    assert "verify again" in report.advice
+    assert "restore" not in report.advice
