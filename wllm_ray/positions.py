@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -97,6 +98,7 @@ def is_of_tokens(position: str) -> bool:
     return not is_reduced(position) and "generated" not in position_kind(position)
 
 
+@lru_cache(maxsize=4096)  # asked several times for every row, and lengths repeat
 def feature_rows_of(position: str, tokens: int) -> int | None:
     """Feature rows that a row of this many prompt tokens has; None where it depends on more."""
     kind = position_kind(position)

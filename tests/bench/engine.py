@@ -75,6 +75,7 @@ def _measured(settings: Settings) -> Outcome:
         seconds = interleaved(ROUNDS, calls)
     tokens = sum(map(len, prompts))
     parameters = {"model": settings.model.name, "rows": ROWS, "tokens": tokens} | capture.facts
+    parameters["threads of plain vLLM"] = bare.facts["threads"]
     return Outcome(list(_ratios(seconds, _depths(capture))), parameters, seconds)
 
 

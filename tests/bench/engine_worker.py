@@ -55,6 +55,7 @@ def bare_calls(model: str, dtype: str) -> tuple[Call, dict[str, Any]]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
     }
+    import torch
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -71,7 +72,7 @@ def bare_calls(model: str, dtype: str) -> tuple[Call, dict[str, Any]]:
         prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
         engine.generate(prompts, params, use_tqdm=False)
 
-    return call, {}
+    return call, {"threads": torch.get_num_threads()}
 
 
 def main(kind: str, model: str, dtype: str) -> None:

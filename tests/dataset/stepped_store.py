@@ -11,6 +11,8 @@ from enum import Enum
 
 from wllm_ray.errors import StorageError
 
+_CHANGES = ("put", "put_content", "delete")
+
 
 class Fault(Enum):
     """What becomes of one operation."""
@@ -39,6 +41,7 @@ class SteppedStore:
 
         def stepped(*args, **options):
             fault = self._writer.wait_for_turn()
+            self._writer.changed |= name in _CHANGES
             if fault is Fault.DIES_BEFORE:
                 raise self._writer.dies()
             if fault is Fault.REFUSED:
@@ -62,12 +65,13 @@ class Writer:
         ended: Nothing of it is left to run.
         faulted: An operation of it was refused, or its answer was lost.
         operations: How many it began.
+        changed: It may have changed the store in its last step.
     """
 
     def __init__(self, store, work) -> None:
         self.result = None
         self.error: BaseException | None = None
-        self.ended = self.faulted = False
+        self.ended = self.faulted = self.changed = False
         self.operations = 0
         self._dead = False
         self._fault = Fault.NONE
@@ -81,7 +85,7 @@ class Writer:
     def step(self, fault=Fault.NONE) -> None:
         """Let it run up to its next operation, or its end."""
         self.faulted |= fault in (Fault.REFUSED, Fault.LOST)
-        self._fault = fault
+        self._fault, self.changed = fault, False
         self._turn.release()
         self._yielded.acquire()
         if self.ended:

@@ -122,31 +122,28 @@ def test_each_lie_is_refused_with_its_own_code(forge, name):
     assert error is None or not forgery.damaged or damaged in error.message
 
 
-def test_no_lie_makes_anybody_believe_in_its_memory(good):
+def test_no_lie_makes_anybody_believe_in_its_memory(good, tmp_path):
     """In a process of its own, which may not have what the lies promise."""
+    for number, name in enumerate(HUGE):
+        shutil.copytree(good / LIES[name].base, tmp_path / str(number))
+        LIES[name].tell(Forgery(tmp_path / f"{number}/datasets/d"))
     finished = subprocess.run(
-        [sys.executable, __file__, good],
+        [sys.executable, __file__, tmp_path],
         env=os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parents[1]}"},
         stdout=subprocess.PIPE,
         check=True,
         text=True,
         timeout=120,
     )
-    assert finished.stdout.splitlines() == [f"{name}: {LIES[name].code}" for name in HUGE]
+    assert finished.stdout.split() == [LIES[name].code for name in HUGE]
 
 
-def print_refusals(good):
-    limit = 768 << 20
-    for name in HUGE:
-        root = Path(good) / "huge"
-        shutil.copytree(Path(good) / LIES[name].base, root)
-        LIES[name].tell(Forgery(root / "datasets/d"))
-        # Of addresses: what is promised need not be touched to be asked for.
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
-        code = verify_dataset(root, "d").faults[0].code
-        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
-        shutil.rmtree(root)
-        sys.stdout.write(f"{name}: {code}\n")
+def print_refusals(folder):
+    # Of addresses, not of pages: what is promised need not be touched to be asked for.
+    resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, resource.RLIM_INFINITY))
+    for number in range(len(HUGE)):
+        report = verify_dataset(Path(folder) / str(number), "d")
+        sys.stdout.write(f"{report.faults[0].code}\n")
 
 
 # --- what the codes do not tell -------------------------------------------------------------------
@@ -246,20 +243,6 @@ def test_a_folder_under_another_id(folder):
     assert verify_dataset(folder.parents[1], "d").ok
     flip(folder / "manifest.json")
     assert "restore it from a copy" in verify_dataset(folder.parents[1], "d").advice
-
-
-def test_a_shard_of_another_dataset_with_the_same_rows(forge, tmp_path):
-    """Everything but the values is the same, and so are size, shape and number."""
-    forgery = forge("npy")
-    rows = make_rows(5, failed=[FAILED_ROW])
-    other = open_store(tmp_path / "other")
-    write_dataset(other, rows, sites=("L0_resid_post",))
-    theirs = the(tmp_path / "other/datasets/d", "shard-00000*.npy")
-    features = theirs.read_bytes()
-    forgery.change("features", lambda data: features[:-4] + data[-4:][::-1])
-    refused("digest_mismatch", forgery.damaged.name, lambda: load(forgery.folder).features)
-    theirs.rename(forgery.path("features"))
-    assert faults(forgery.folder) == [("digest_mismatch", forgery.damaged.name)]
 
 
 def test_the_spec_of_another_dataset(folder):

@@ -76,11 +76,7 @@ class ActivationDataset:
     def features(self) -> NDArray[np.float32]:
         """[N, D] for one site, else [N, L, D], float32; N counts feature rows.
 
-        Not copied where one local file holds it and stores float32.
-
-        Raises:
-            NotOfferedError: The sites differ in width.
-            IntegrityError: A shard is damaged.
+        Not copied where one local file holds it and stores float32; raises as :meth:`to_torch`.
         """
         stacked = self.features_3d
         return stacked[:, 0] if len(self.manifest.sites) == 1 else stacked
@@ -107,14 +103,9 @@ class ActivationDataset:
     def stored(self, site: HookSite | str | None = None) -> NDArray[Any]:
         """``features``, or one site of them, as ``manifest.dtype`` says they are stored.
 
-        NumPy has no bfloat16: there these are its 16 bits as uint16, and
-        ``np.left_shift(stored, 16, dtype="<u4").view("<f4")`` is the float32. Not copied where
-        one local file holds it.
-
-        Raises:
-            InvalidInputError: There is no such site.
-            NotOfferedError: The sites differ in width.
-            IntegrityError: A shard is damaged.
+        NumPy has no bfloat16: these are then its 16 bits as uint16, of which
+        ``np.left_shift(stored, 16, dtype="<u4").view("<f4")`` makes float32. Not copied where one
+        local file holds it; raises as :meth:`to_torch`.
         """
         return stored(self._files, self._chosen(site))
 
@@ -159,10 +150,10 @@ class ActivationDataset:
     ) -> Iterator[Batch]:
         """Feature rows in batches.
 
-        Memory is bounded by one batch, and 256 MiB of files where they cannot be mapped;
-        shuffling takes 8 bytes for each feature row and some 30 for each row. In order, shards
-        of an object store are fetched whole, one after the other; shuffled, a dataset that does
-        not fit into what is kept is fetched row by row once all of it was checked.
+        Memory is bounded by one batch and 256 MiB of what cannot be mapped; shuffling takes 8
+        bytes for each feature row and some 30 for each row. In order, shards of an object store
+        are fetched whole, one after the other; shuffled, a dataset that does not fit into what is
+        kept is fetched row by row once all of it was checked.
 
         Args:
             size: Feature rows per batch; the last batch may be shorter.
@@ -172,8 +163,8 @@ class ActivationDataset:
             drop_last: Leave out the last batch where it is shorter.
 
         Yields:
-            :class:`.batches.Batch`: ``row_ids``, ``features`` ([size, D] or [size, L, D]
-            float32), ``rows`` and ``index_in_row``, which say where each feature row comes from.
+            ``features``, [size, D] or [size, L, D] float32, and where each comes from:
+            ``row_ids``, ``rows`` and ``index_in_row``.
 
         Raises:
             InvalidInputError: ``size`` is not positive (``invalid_argument``), or there is no
@@ -187,12 +178,8 @@ class ActivationDataset:
     def select(self, row_ids: Sequence[str], *, site: HookSite | str | None = None) -> Batch:
         """The feature rows of these rows, in this order, and where each comes from.
 
-        What comes back is a :class:`.batches.Batch`, as from :meth:`iter_batches`: a copy of the
-        ``features``, not a smaller dataset. The first call makes an index of all ids.
-
-        Args:
-            row_ids: Which rows.
-            site: The only site to read.
+        What comes back is a batch, as from :meth:`iter_batches`, and not a smaller dataset. The
+        first call makes an index of all ids.
 
         Raises:
             InvalidInputError: An id that is not a good row's, or one id instead of a list of them
@@ -231,11 +218,8 @@ class ActivationDataset:
         """A table of the good rows: id, metadata, token_ids and one column per site.
 
         A site's column is ``fixed_size_list<float32>[D]``, or a list of those where the position
-        gives several feature rows per row. A site that has a file to itself is not copied where
-        that stores float32.
-
-        Raises:
-            IntegrityError: A shard is damaged.
+        gives several feature rows per row. Not copied where a site has a file to itself, which
+        stores float32; raises as :meth:`to_torch`.
         """
         return features_table(self._files, self._rows.tables())
 
@@ -255,14 +239,9 @@ class ActivationDataset:
         return tensor_of(writable(self._files, self._chosen(site)), self.manifest.dtype)
 
     def torch_dataset(self, *, site: HookSite | str | None = None) -> FeatureRows:
-        """A map-style dataset for PyTorch, one item for each feature row.
+        """A map-style dataset for PyTorch, with an item for each feature row.
 
-        Args:
-            site: The only site to read.
-
-        Raises:
-            InvalidInputError: There is no such site.
-            NotOfferedError: The sites differ in width.
+        What an item holds is said in :mod:`.torch_data`. Raises as :meth:`to_torch`.
         """
         from wllm_ray.dataset.torch_data import FeatureRows
 

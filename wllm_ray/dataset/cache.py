@@ -66,10 +66,16 @@ class ByteCache:
                 return
             self._kept[key] = value, size
             self._bytes += size
-            for oldest in [one for one in self._kept if self._kept[one][1]]:
-                if self._bytes <= self.most:
-                    break
-                self._bytes -= self._kept.pop(oldest)[1]
+            if self._bytes > self.most:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        for key, (_, size) in list(self._kept.items()):
+            if self._bytes <= self.most:
+                break
+            if size:
+                del self._kept[key]
+                self._bytes -= size
 
     def _renew(self) -> None:
         self._pid = os.getpid()

@@ -126,8 +126,7 @@ class DatasetFiles(RecordedFiles):
                 better be fetched whole and kept.
 
         Raises:
-            NotOfferedError: ``widths_not_representable``; or a forked process that reads from an
-                object store (``feature_not_offered``).
+            NotOfferedError: ``widths_not_representable``.
             IntegrityError: ``size_mismatch``, ``array_invalid``, ``digest_mismatch``,
                 ``values_not_finite``, ``file_missing`` or ``name_invalid``.
             StorageError: The root failed to read.
@@ -153,7 +152,6 @@ class DatasetFiles(RecordedFiles):
         if self._comes_whole(shard, number, keep=keep):
             array = self.array(shard, number)
             return array[rows] if column is None else array[rows, column]
-        self.expect_no_fork()
         every = np.arange(self.manifest.shards[shard].feature_rows)
         with self.as_recorded(self._entry(shard, number)):
             return self._ranged(shard, number).pick(every[rows], column)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from functools import cached_property
@@ -48,7 +47,6 @@ class RecordedFiles:
         self.manifest = manifest
         self._verify = verify
         self._verified = set(verified)
-        self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What another process needs to read the same dataset; it opens the root by its address.
@@ -96,7 +94,6 @@ class RecordedFiles:
         key = self.key_of(entry)
         path = self.store.local_path(key)
         if path is None:
-            self.expect_no_fork()
             with self.as_recorded(entry):
                 raw: NDArray[np.uint8] | None = np.frombuffer(self.store.get(key), np.uint8)
         else:
@@ -131,21 +128,6 @@ class RecordedFiles:
             found = self.store.size(self.key_of(entry))
             expect_size(self.store, self.manifest.dataset_id, entry, found)
             raise
-
-    def expect_no_fork(self) -> None:
-        """Refuse to read from an object store where the client would wait for ever.
-
-        Raises:
-            NotOfferedError: ``feature_not_offered``.
-        """
-        is_memory = self.store.uri.startswith("memory://")
-        if os.getpid() != self._pid and isinstance(self.store, ObjectStore) and not is_memory:
-            raise NotOfferedError(
-                f"this process was forked from the one that opened {self.store.uri}, where the "
-                f"object-store client would wait for ever for threads that stayed behind; start "
-                f"worker processes afresh, for a DataLoader with multiprocessing_context='spawn'",
-                code="feature_not_offered",
-            )
 
     def is_unchecked(self, entry: FileEntry) -> bool:
         """Whether digest and values of a file are still to be checked."""

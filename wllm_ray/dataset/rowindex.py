@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -116,12 +117,13 @@ class RowIndex:
         return self._files.cache.get(("rows", shard), lambda: self._read_table(shard))
 
     def _read_table(self, shard: int) -> tuple[tuple[pa.RecordBatch, Labels], int]:
-        good = good_rows(self._files.rows(shard))
+        entry, every = self._files.manifest.shards[shard], self._files.rows(shard)
+        good = good_rows(every) if entry.rows_failed else every  # choosing copies
         offsets = np.zeros(good.num_rows + 1, np.int64)
         np.cumsum(good.column("length").to_numpy(), out=offsets[1:])
         offsets += self._files.starts[shard]
         labels = Labels(good.column("id"), offsets, int(self._first_rows[shard]))
-        return (good, labels), self._files.manifest.shards[shard].rows_file.bytes
+        return (good, labels), entry.rows_file.bytes
 
     @cached_property
     def all_labels(self) -> Labels:
@@ -180,7 +182,11 @@ class RowIndex:
 
     def metadata(self) -> list[dict[str, Any]]:
         """Metadata of the good rows."""
-        return [parse_json(text) for text in self._column("metadata")]
+        found: list[dict[str, Any]] = []
+        for shard, batch in enumerate(self.tables()):
+            with self._naming(shard):
+                found += map(parse_json, batch.column("metadata").to_pylist())
+        return found
 
     def token_ids(self) -> list[NDArray[np.int32]]:
         """Token ids of the good rows, each [T] int32."""
@@ -189,7 +195,8 @@ class RowIndex:
 
     def request_digests(self) -> list[str]:
         """Request digests of the good rows, as hex."""
-        return [digest.hex() for digest in self._column("request_sha256")]
+        digests = (batch.column("request_sha256").to_pylist() for batch in self.tables())
+        return [digest.hex() for of_shard in digests for digest in of_shard]
 
     @cached_property
     def failures(self) -> dict[str, FailedRow]:
@@ -200,9 +207,12 @@ class RowIndex:
                 continue
             batch = self._files.rows(shard.shard)
             columns = (batch.column(name).to_pylist() for name in ("id", "row", "failure"))
-            for row_id, index, text in zip(*columns, strict=True):
-                if text is not None:
-                    failed[row_id] = FailedRow(index=index, **read_failure(text).model_dump())
+            with self._naming(shard.shard):
+                failed |= {
+                    row_id: FailedRow(index=index, **read_failure(text).model_dump())
+                    for row_id, index, text in zip(*columns, strict=True)
+                    if text is not None
+                }
         return failed
 
     @cached_property
@@ -218,8 +228,14 @@ class RowIndex:
             raise IntegrityError("a row id occurs twice in the dataset", code="rows_inconsistent")
         return numbers
 
-    def _column(self, name: str) -> list[Any]:
-        return [value for batch in self.tables() for value in batch.column(name).to_pylist()]
+    @contextlib.contextmanager
+    def _naming(self, shard: int) -> Iterator[None]:
+        """Say of a text that cannot be read in which rows table it is."""
+        try:
+            yield
+        except (IntegrityError, InvalidInputError) as error:
+            name = self._files.manifest.shards[shard].rows_file.name
+            raise IntegrityError(f"{name}: {error.message}", code="table_invalid") from None
 
     def _of_all_shards(self, read: Callable[[int], _Read]) -> list[_Read]:
         with ThreadPoolExecutor(_THREADS) as pool:

@@ -8,8 +8,9 @@ holds, for one feature row or for a batch of them:
 - ``index_in_row``: which of the row's feature rows it is; at ``all_prompt``, of which token;
 - ``features``: [D] of one site, else [L, D]; [B, …] in a batch.
 
-A dataset reaches worker processes by the address of its root. One in ``memory://`` reaches those
-that are forked only, one in an object store those that are not: its client's threads do not.
+A dataset reaches worker processes by the address of its root. One in an object store is read in
+those that are spawned, not forked (``multiprocessing_context="spawn"``), and one in ``memory://``
+in this process alone; each says so.
 """
 
 from __future__ import annotations

@@ -149,18 +149,16 @@ class AutoBatch:
         budget = self.budget_bytes // calls
         start = tokens = features = 0
         for stop, row in enumerate(rows):
-            more_tokens = tokens + _tokens(row)
-            more_features = features + row_bytes * selection.feature_rows(row)
+            own_tokens, own_features = _tokens(row), row_bytes * selection.feature_rows(row)
+            tokens, features = tokens + own_tokens, features + own_features
             full = (
                 stop - start == self.max_rows
-                or more_tokens > self.max_tokens
-                or self.profile.bytes_of(more_tokens, more_features) > budget
+                or tokens > self.max_tokens
+                or self.profile.bytes_of(tokens, features) > budget
             )
             if full and stop > start:
                 yield rows[start:stop]
-                start, tokens, features = stop, 0, 0
-            tokens += _tokens(row)
-            features += row_bytes * selection.feature_rows(row)
+                start, tokens, features = stop, own_tokens, own_features
         if start < len(rows):
             yield rows[start:]
 
