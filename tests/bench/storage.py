@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,62 +25,84 @@ from tests.bench.harness import (
     timed,
 )
 from tests.bench.pipeline import rows_file, run_worker
+from wllm_ray.coordinator import FlowLimits
 from wllm_ray.dataset.reader import ActivationDataset, load_dataset
 from wllm_ray.dataset.store import open_store
 from wllm_ray.dataset.verify import verify_dataset
 from wllm_ray.dataset.writer import stage_shard
-from wllm_ray.job.source import spec_of
+from wllm_ray.job.source import shards_of, spec_of
+from wllm_ray.plan import Shard, ShardLimits
 from wllm_ray.requests import capture_task
 from wllm_ray.tokens import TokenLimits, tokenize_rows
 
 LEAST = 0.8
 ROWS_PER_SHARD = 4096
+# As a job has them by default.
+SHARDS_IN_FLIGHT = FlowLimits().shards_in_flight
 
 
 def _staging(settings: Settings) -> Outcome:
-    rows, width = ROWS_PER_SHARD, settings.pick(4096, 64)
-    stage = _Staging(settings, rows, width)
-    data = stage.chunk.features.data.cast("B")
+    shards, width = settings.pick(6, 1), settings.pick(4096, 64)
+    stage = _Staging(settings, shards, width)
+    data = stage.features.data.cast("B")
     plain = settings.work / "plain"
     seconds = interleaved(
         settings.pick(7, 1),
         {
-            "stage": stage.seconds,
-            "sha256": timed(lambda: hashlib.sha256(data).hexdigest()),
-            "write": timed(lambda: _write(plain, data)),
+            "stage": lambda: stage.seconds(SHARDS_IN_FLIGHT),
+            "one after the other": lambda: stage.seconds(1),
+            "sha256": timed(lambda: [hashlib.sha256(data).hexdigest() for _ in range(shards)]),
+            "write": timed(lambda: [_write(plain, data) for _ in range(shards)]),
         },
     )
-    ratio = speed_ratio(seconds, "stage", "sha256", "write")
+    floor = ("sha256", "write")
+    ratio = speed_ratio(seconds, "stage", *floor)
+    one = speed_ratio(seconds, "one after the other", *floor)
     return Outcome(
         [
             Measure("staging, of the slower of SHA-256 and write", ratio, "×", least=LEAST),
+            Measure("staging, one shard after the other", one, "×"),
             Measure("staging, of SHA-256", speed_ratio(seconds, "stage", "sha256"), "×"),
             Measure("staging, of write", speed_ratio(seconds, "stage", "write"), "×"),
         ],
-        {"rows": rows, "width": width, "MiB": len(data) / 2**20},
+        {"shards": shards, "rows per shard": ROWS_PER_SHARD, "width": width}
+        | {"MiB per shard": len(data) / 2**20, "in flight": SHARDS_IN_FLIGHT},
         seconds,
     )
 
 
 class _Staging:
-    """One whole shard, staged into a new root each time."""
+    """Whole shards, staged into a new root each time."""
 
-    def __init__(self, settings: Settings, rows: int, width: int) -> None:
+    def __init__(self, settings: Settings, shards: int, width: int) -> None:
         engine = BlockEngine(width)
         served = engine.description
-        plan = plan_of(served, rows_file(settings, rows))
-        limits = TokenLimits(served.max_model_len, served.vocab_size)
-        self.spec = spec_of(plan)
-        self.rows = tokenize_rows(
-            list(plan.rows()), ByteTokenizer(), plan.selection.identity, limits
+        limits = ShardLimits(ROWS_PER_SHARD, 1 << 30)
+        plan = plan_of(served, rows_file(settings, shards * ROWS_PER_SHARD), limits=limits)
+        self._spec = spec_of(plan)
+        rows = tokenize_rows(
+            list(plan.rows()),
+            ByteTokenizer(),
+            plan.selection.identity,
+            TokenLimits(served.max_model_len, served.vocab_size),
         )
-        self.chunk = engine.capture(capture_task(plan.selection, self.rows))
+        self._shards = tuple(shards_of(rows, self._spec))
+        self._chunks = [
+            engine.capture(capture_task(plan.selection, shard.rows)) for shard in self._shards
+        ]
+        self.features = self._chunks[0].features
         self._roots = (settings.work / f"stage-{number}" for number in count())
 
-    def seconds(self) -> float:
+    def seconds(self, at_once: int) -> float:
         root = next(self._roots)
         store = open_store(root)
-        took = timed(lambda: stage_shard(store, self.spec, 0, self.rows, [self.chunk]))()
+
+        def stage(shard: Shard) -> None:
+            chunk = self._chunks[shard.index]
+            stage_shard(store, self._spec, shard.index, shard.rows, [chunk])
+
+        with ThreadPoolExecutor(at_once) as pool:
+            took = timed(lambda: list(pool.map(stage, self._shards)))()
         shutil.rmtree(root)
         return took
 
@@ -192,8 +215,8 @@ STORAGE = (
     Benchmark(
         "staging",
         "B-6",
-        "`stage_shard` of one shard on the local file system, against SHA-256 of the same bytes "
-        "and a sequential write and fsync of them.",
+        "`stage_shard` of several shards on the local file system, as many at once as a job has in "
+        "flight, against SHA-256 of the same bytes and a sequential write and fsync of them.",
         _staging,
     ),
     Benchmark(
