@@ -51,6 +51,8 @@ KINDS = {
     "committers": {},
 }
 _answer = os.write  # the answer to the parent is not one of the points
+# More than a commit makes. Where the other one is faster it makes none, at any point.
+COMMIT_CALLS = 8
 CALLS = ("mkdir", "write", "fsync", "link", "replace", "unlink")
 
 
@@ -182,7 +184,7 @@ def main():
         survived = kill(here, asked, point)
         after = in_child(functools.partial(look, here, asked))
         sys.stdout.write(json.dumps({"point": point, "survived": survived} | after) + "\n")
-        if survived:
+        if survived and (kind != "committers" or point == COMMIT_CALLS):
             return
 
 

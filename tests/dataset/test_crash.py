@@ -81,5 +81,4 @@ def test_sigkill_after_every_change_of_an_object_store(moto, kind):
 def test_sigkill_of_one_of_two_committers(tmp_path):
     points = killed_at_each_point("committers", tmp_path)
     expect_all_or_nothing(points, "committers")
-    assert len(points) > 3
     assert all(point["found"] == len(GOOD) for point in points)

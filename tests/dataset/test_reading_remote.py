@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import pickle
@@ -20,6 +21,7 @@ from wllm_ray.dataset import files as files_module
 from wllm_ray.dataset import ranged
 from wllm_ray.dataset.cache import ByteCache
 from wllm_ray.dataset.layout import folder
+from wllm_ray.dataset.ranged import RangedFile
 from wllm_ray.dataset.reader import load_dataset
 from wllm_ray.dataset.store import open_store
 from wllm_ray.errors import IntegrityError, NotOfferedError, StorageError
@@ -140,6 +142,22 @@ def test_a_file_over_the_bound_is_checked_in_pieces_and_never_kept(
     with pytest.raises(IntegrityError, match="expected SHA-256") as error:
         again.select([dataset.row_ids[40]])
     assert error.value.code == "digest_mismatch"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [None, 0, 999])
+def test_the_pieces_of_a_file_tell_its_digest_and_whether_it_is_finite(
+    memory, monkeypatch, dtype, bad
+):
+    monkeypatch.setattr(ranged, "_PIECE_BYTES", 64)
+    kind = np.dtype({"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[dtype])
+    values = np.ones(1000, kind)
+    if bad is not None:
+        values[bad] = 0x7F80 if dtype == "bfloat16" else np.inf
+    data = b"head" + values.tobytes() + b"tail"
+    memory.put("datasets/d/file", data)
+    file = RangedFile(memory, "datasets/d/file", len(data), 4, 250, (4,), dtype)
+    assert file.sha256_and_finite() == (hashlib.sha256(data).hexdigest(), bad is None)
 
 
 def flipped(data):
@@ -263,15 +281,7 @@ def test_a_forked_process_reads_although_its_parent_was_reading(local, rows):
     dataset = load_dataset(local, "d")
     dataset._files.cache._lock.acquire()  # as a thread does that is not forked
 
-    def read(answer):
-        answer.put(np.array_equal(dataset.features, expected))
-
-    fork = multiprocessing.get_context("fork")
-    answer = fork.Queue()
-    child = fork.Process(target=read, args=(answer,))
-    child.start()
-    assert answer.get(timeout=60)
-    child.join()
+    assert in_a_fork(lambda: np.array_equal(dataset.features, expected))
 
 
 def test_a_pickled_dataset_is_the_same_one_and_knows_what_was_checked(local, rows):
@@ -309,25 +319,24 @@ def test_an_object_store_is_not_read_in_a_forked_process(s3_root, rows):
 
 
 def in_a_fork(call):
-    """What a call raises in a forked child, raised here."""
+    """What a call returns in a forked child, or raises."""
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
 
     def run():
         try:
-            call()
+            theirs.send((call(), None))
         except StorageError as error:
-            theirs.send(error)
-        else:
-            theirs.send(None)
+            theirs.send((None, error))
 
-    child = fork.Process(target=run)
+    child = fork.Process(target=run, daemon=True)
     child.start()
-    assert ours.poll(60)
-    error = ours.recv()
+    assert ours.poll(30), "the child waits for ever"
+    result, error = ours.recv()
     child.join()
     if error:
         raise error
+    return result
 
 
 def test_an_unreadable_table_fails_before_a_feature_is_fetched(local, rows):

@@ -120,14 +120,15 @@ def test_the_batches_are_those_of_iter_batches_however_many_workers(dataset, wor
     assert same(loader, dataset.iter_batches(4, shuffle=shuffle, seed=5))
 
 
-def test_workers_that_outlive_a_pass_hear_of_the_next_epoch(dataset):
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_that_outlive_a_pass_hear_of_the_next_epoch(dataset, context):
     batches = dataset.torch_iterable(4, site=SITES[0], shuffle=True, drop_last=True)
     loader = DataLoader(
         batches,
         batch_size=None,
         num_workers=2,
         persistent_workers=True,
-        multiprocessing_context="spawn",
+        multiprocessing_context=context,
     )
     for epoch in range(3):
         batches.set_epoch(epoch)
@@ -153,6 +154,12 @@ def test_ranks_share_every_feature_row(dataset, world, drop_last):
     reference = list(dataset.iter_batches(4, shuffle=True, seed=1))
     assert not merged or same(merged, reference[: len(merged)])
     assert drop_last or len(merged) == 9
+
+
+def test_workers_of_a_rank_share_what_is_its(dataset):
+    batches = dataset.torch_iterable(4, shuffle=True, rank=1, world_size=3)
+    loader = DataLoader(batches, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert same(loader, list(dataset.iter_batches(4, shuffle=True))[1::3])
 
 
 def test_ranks_are_what_torch_distributed_says(dataset, monkeypatch):
