@@ -137,7 +137,10 @@ def canonical_json(value: Any) -> bytes:
 
 def canonical_text(value: Any) -> str:
     """As :func:`canonical_json`, before it is encoded."""
-    text = _encode(value)
+    try:
+        text = _encode(value)
+    except RecursionError:
+        raise InvalidInputError("the value is nested too deeply", code="invalid_json") from None
     return text if text.isascii() else _LONE_SURROGATE.sub(_escape, text)
 
 

@@ -39,7 +39,7 @@ __all__ = [
 class Record(BaseModel):
     """A frozen record that is written to JSON; an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RowFailure(Record):

@@ -27,10 +27,7 @@ from wllm_ray.dataset.verify import verify_dataset
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import WLLMError
 
-pytestmark = [
-    pytest.mark.requirement("D-6"),
-    pytest.mark.xfail(reason="some lies are not refused as they should be, yet", strict=False),
-]
+pytestmark = pytest.mark.requirement("D-6")
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 FAST = settings(max_examples=60, deadline=None, suppress_health_check=CHECKS)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from dataset_builders import FAILED_ROW, make_rows, make_spec, write_dataset
 from forging import Forgery, flipped
-from hostile_corpus import GAPS, HUGE, LIES
+from hostile_corpus import HUGE, LIES
 from hostile_lies import BASES
 from typer.testing import CliRunner
 
@@ -29,7 +29,6 @@ from wllm_ray.errors import IntegrityError, NotFoundError, StorageError
 pytestmark = pytest.mark.requirement("D-6")
 
 HERE = Path(__file__).parent
-NOT_YET = pytest.mark.xfail(reason="not refused as it should be, yet", strict=False)
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +105,7 @@ def flip(path, at=-1):
     path.write_bytes(flipped(at)(path.read_bytes()))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[NOT_YET] * (name in GAPS)) for name in LIES]
-)
+@pytest.mark.parametrize("name", LIES)
 def test_each_lie_is_refused_with_its_own_code(forge, name):
     lie = LIES[name]
     forgery = forge(lie.base)
@@ -126,7 +123,6 @@ def test_each_lie_is_refused_with_its_own_code(forge, name):
     assert error is None or not forgery.damaged or damaged in error.message
 
 
-@NOT_YET
 def test_no_lie_makes_anybody_believe_in_its_memory(good, tmp_path):
     """In a process of its own, which may not have what the lies promise."""
     for number, name in enumerate(HUGE):

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from wllm_ray.dataset.arrowfile import one_line, read_batch
 from wllm_ray.dataset.dtypes import Dtype, all_finite, numpy_dtype
 from wllm_ray.dataset.manifest import Asked, FeatureArray
 from wllm_ray.digest import canonical_json
@@ -29,7 +30,6 @@ __all__ = [
     "encode_features",
     "features_bytes",
     "npy_header",
-    "one_line",
     "sha256_and_finite",
     "values_of",
 ]
@@ -168,25 +168,16 @@ def _arrow_start(
 ) -> int:
     """Where the values begin in an Arrow file."""
     schema = arrow_schema(asked, array)
-    try:
-        reader = pa.ipc.open_file(pa.py_buffer(raw))
-        if not reader.schema.equals(schema, check_metadata=True):
-            raise _not_this_array(name, schema, f"the schema {one_line(reader.schema)}")
-        if reader.num_record_batches != 1:
-            raise _not_this_array(name, schema, f"{reader.num_record_batches} record batches")
-        batch = reader.get_batch(0)
-        batch.validate(full=True)
-        values = values_of(batch.column(0))
-    except (pa.ArrowException, OSError, MemoryError) as error:
-        raise _not_this_array(name, schema, type(error).__name__) from error
+    batch = read_batch(raw, schema, name, code="array_invalid")
+    values = values_of(batch.column(0))
     if batch.num_rows != rows or values is None:
         raise _not_this_array(name, schema, f"{batch.num_rows} rows, or null values")
     if not values.size:
         return raw.size
     start = values.ctypes.data - raw.ctypes.data
-    # What was compressed, or swapped to this machine's byte order, lies in memory of its own.
+    # What Arrow swapped to this machine's byte order lies in memory of its own.
     if not 0 <= start <= raw.size - values.nbytes:
-        raise _not_this_array(name, schema, "values that are compressed or big-endian")
+        raise _not_this_array(name, schema, "values that are big-endian")
     return start
 
 
@@ -211,11 +202,6 @@ def _not_this_array(name: str, schema: pa.Schema, found: str) -> IntegrityError:
         f"{one_line(schema)}, found {found}",
         code="array_invalid",
     )
-
-
-def one_line(schema: pa.Schema) -> str:
-    """A schema for a message."""
-    return ascii(schema.remove_metadata().to_string().replace("\n", ", "))[1:-1]
 
 
 class Parts(io.RawIOBase):

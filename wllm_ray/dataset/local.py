@@ -151,8 +151,10 @@ class LocalStore:
         with _storage_errors("read", key, self.uri):
             try:
                 found = path.stat()
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    return None
+                raise
         # Objects are regular files; opening a pipe would wait for a writer for ever.
         return found if stat.S_ISREG(found.st_mode) else None
 
@@ -181,8 +183,8 @@ class LocalStore:
             return
         for entry in entries:
             key = f"{prefix}/{entry.name}"
-            if entry.is_symlink():
-                self._path(key)
+            if entry.is_symlink() and self._path(key).is_symlink():
+                continue  # it leads to itself
             if entry.is_dir(follow_symlinks=False):
                 yield from self._walk(key)
             elif entry.is_file():

@@ -41,8 +41,12 @@ __all__ = [
 
 FORMAT_VERSION = 1
 
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+# What Arrow and NumPy count with.
+_MOST = 2**63 - 1
+Count = Annotated[int, Field(ge=0, le=_MOST)]
+Positive = Annotated[int, Field(ge=1, le=_MOST)]
+# Arrow's fixed-size lists have 32-bit lengths.
+Width = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 DatasetId = Annotated[str, StringConstraints(pattern=DATASET_ID_PATTERN)]
 
@@ -73,7 +77,7 @@ class TraceSpec(Record):
     """What the traces hold of every token of every good row: these sites, each so wide."""
 
     sites: Annotated[tuple[str, ...], Field(min_length=1)]
-    site_widths: tuple[Positive, ...]
+    site_widths: tuple[Width, ...]
 
     @model_validator(mode="after")
     def _canonical_sites(self) -> TraceSpec:
@@ -93,7 +97,7 @@ class Asked(Record):
     model: ModelIdentity
     tokenizer: TokenizerIdentity
     sites: Annotated[tuple[str, ...], Field(min_length=1)]
-    site_widths: tuple[Positive, ...]
+    site_widths: tuple[Width, ...]
     position: Annotated[str, Field(min_length=1)]
     capture_mode: Annotated[str, Field(min_length=1)]
     storage_dtype: StorageDtype

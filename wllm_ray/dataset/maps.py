@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -47,7 +48,9 @@ def _opened(path: os.PathLike[str]) -> Iterator[int | None]:
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):
+            raise
         yield None
         return
     try:

@@ -231,11 +231,12 @@ def _check_metadata(name: str, texts: Iterable[str]) -> None:
     for text in texts:
         try:
             value = parse_json(text)
+            is_canonical = canonical_json(value) == text.encode()
         except InvalidInputError as error:
             raise _bad_metadata(name, error.message) from error
         if not isinstance(value, dict):
             raise _bad_metadata(name, type(value).__name__)
-        if canonical_json(value) != text.encode():
+        if not is_canonical:
             raise _bad_metadata(name, "an object in another spelling")
 
 

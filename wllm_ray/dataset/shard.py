@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from wllm_ray.dataset.arrowfile import read_batch
 from wllm_ray.digest import canonical_json, parse_json, shard_rows_digest
 from wllm_ray.errors import IntegrityError, InvalidInputError
 from wllm_ray.records import RowFailure
@@ -108,25 +109,9 @@ def decode_rows(data: Any, name: str) -> pa.RecordBatch:
 
     Raises:
         IntegrityError: Not an Arrow file with one batch of exactly this schema
-            (``table_invalid``).
+            (``table_invalid``), or one that is compressed.
     """
-    try:
-        reader = pa.ipc.open_file(pa.py_buffer(data))
-        same_schema = reader.schema.equals(ROWS_SCHEMA, check_metadata=True)
-        if not same_schema or reader.num_record_batches != 1:
-            raise IntegrityError(
-                f"{name}: expected one record batch with the columns {ROWS_SCHEMA.names} of "
-                f"wllm_ray.rows version 1, found {reader.num_record_batches} with "
-                f"{reader.schema.names}",
-                code="table_invalid",
-            )
-        batch = reader.get_batch(0)
-        batch.validate(full=True)
-    except (pa.ArrowException, OSError) as error:
-        raise IntegrityError(
-            f"{name}: expected an Arrow IPC file, found {type(error).__name__}",
-            code="table_invalid",
-        ) from error
+    batch = read_batch(data, ROWS_SCHEMA, name, code="table_invalid")
     if holes := _columns_with_holes(batch):
         raise IntegrityError(
             f"{name}: the columns {holes} hold nulls, which they must not", code="table_invalid"

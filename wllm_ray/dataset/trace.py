@@ -16,7 +16,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from wllm_ray.dataset.features import Parts, one_line, values_of
+from wllm_ray.dataset.arrowfile import read_batch
+from wllm_ray.dataset.features import Parts, values_of
 from wllm_ray.dataset.manifest import Asked, TraceSpec
 from wllm_ray.dataset.shard import ROWS_SCHEMA, RowOutcome
 from wllm_ray.digest import canonical_json
@@ -144,7 +145,7 @@ def decode_traces(asked: Asked, data: Any, good: pa.RecordBatch, name: str) -> l
         IntegrityError: Not an Arrow file of exactly this schema (``table_invalid``), or one of
             other rows or tokens (``rows_inconsistent``).
     """
-    batch = _batch(asked, data, name)
+    batch = read_batch(data, _schema(asked), name, code="table_invalid")
     for column in _COLUMNS:
         if not batch.column(column).equals(good.column(column)):
             raise IntegrityError(
@@ -195,27 +196,6 @@ def _schema(asked: Asked) -> pa.Schema:
 
 def _lists(offsets: pa.Array, values: pa.Array, column: pa.DataType) -> pa.Array:
     return pa.LargeListArray.from_arrays(offsets, values, type=column)
-
-
-def _batch(asked: Asked, data: Any, name: str) -> pa.RecordBatch:
-    schema = _schema(asked)
-    try:
-        reader = pa.ipc.open_file(pa.py_buffer(data))
-        same = reader.schema.equals(schema, check_metadata=True)
-        if not same or reader.num_record_batches != 1:
-            raise IntegrityError(
-                f"{name}: expected one record batch of the schema {one_line(schema)}, found "
-                f"{reader.num_record_batches} of {one_line(reader.schema)}",
-                code="table_invalid",
-            )
-        batch = reader.get_batch(0)
-        batch.validate(full=True)
-    except (pa.ArrowException, OSError, MemoryError) as error:
-        raise IntegrityError(
-            f"{name}: expected an Arrow IPC file, found {type(error).__name__}",
-            code="table_invalid",
-        ) from error
-    return batch
 
 
 def _site(
