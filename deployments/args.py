@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from wllm_ray.capture.admission import MIN_PASS_TOKENS
 from wllm_ray.coordinator import FlowLimits
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.extraction import ExtractionLimits
 from wllm_ray.plan import ShardLimits

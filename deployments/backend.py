@@ -22,8 +22,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.tasks import commit_manifest, stage_shard
-from wllm_ray.dataset.manifest import DatasetSpec, Manifest
-from wllm_ray.dataset.writer import StageResult
+from wllm_ray.dataset.format.manifest import DatasetSpec, Manifest
+from wllm_ray.dataset.writing.writer import StageResult
 from wllm_ray.errors import CaptureError, StorageError, UnavailableError, WLLMError
 from wllm_ray.plan import Shard
 from wllm_ray.records import CapturedChunk, CaptureTask, EngineDescription

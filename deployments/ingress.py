@@ -13,8 +13,8 @@ from ray.serve.handle import DeploymentHandle
 from deployments.args import AppArgs
 from deployments.backend import REPLICA_DEPLOYMENT, RayBackend
 from wllm_ray.capture.tokenizer import TransformersTokenizer
-from wllm_ray.dataset.probing import expect_create_only
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores.probing import expect_create_only
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import NotOfferedError
 from wllm_ray.extraction import ExtractionService, Offer
 from wllm_ray.http.api import build_api

@@ -39,8 +39,8 @@ from wllm_ray.cli.options import (
 )
 from wllm_ray.cli.outcome import report
 from wllm_ray.cli.reporting import fail, reports_errors, say
-from wllm_ray.dataset.probing import expect_create_only
-from wllm_ray.dataset.store import Store, open_store
+from wllm_ray.dataset.stores.probing import expect_create_only
+from wllm_ray.dataset.stores.store import Store, open_store
 from wllm_ray.errors import InvalidInputError, StorageError, WLLMError
 from wllm_ray.extraction import Offer
 from wllm_ray.job.progress import ProgressLines

@@ -7,11 +7,11 @@ from typing import Any
 
 import ray
 
-from wllm_ray.dataset.manifest import DatasetSpec, Manifest
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.writer import StageResult
-from wllm_ray.dataset.writer import commit_manifest as commit_here
-from wllm_ray.dataset.writer import stage_shard as stage_here
+from wllm_ray.dataset.format.manifest import DatasetSpec, Manifest
+from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.writing.writer import StageResult
+from wllm_ray.dataset.writing.writer import commit_manifest as commit_here
+from wllm_ray.dataset.writing.writer import stage_shard as stage_here
 from wllm_ray.errors import StorageError
 from wllm_ray.plan import Shard
 

@@ -23,9 +23,9 @@ import uvicorn
 from fastapi import FastAPI
 from numpy.typing import NDArray
 
-from wllm_ray.dataset.manifest import DatasetSpec, Manifest
-from wllm_ray.dataset.store import Store
-from wllm_ray.dataset.writer import StageResult, commit_manifest, stage_shard
+from wllm_ray.dataset.format.manifest import DatasetSpec, Manifest
+from wllm_ray.dataset.stores.store import Store
+from wllm_ray.dataset.writing.writer import StageResult, commit_manifest, stage_shard
 from wllm_ray.extraction import ExtractionLimits, ExtractionService
 from wllm_ray.http.api import build_api
 from wllm_ray.offered import site_widths

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from wllm_ray._version import __version__
 
 if TYPE_CHECKING:
-    from wllm_ray.dataset.reader import ActivationDataset, load_dataset
+    from wllm_ray.dataset.reading.reader import ActivationDataset, load_dataset
     from wllm_ray.engines.transformers import TransformersEngine
     from wllm_ray.engines.vllm import VLLMEngine
     from wllm_ray.schema import StorageOptions
@@ -23,11 +23,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ActivationDataset": "wllm_ray.dataset.reader",
+    "ActivationDataset": "wllm_ray.dataset.reading.reader",
     "StorageOptions": "wllm_ray.schema",
     "TransformersEngine": "wllm_ray.engines.transformers",
     "VLLMEngine": "wllm_ray.engines.vllm",
-    "load_dataset": "wllm_ray.dataset.reader",
+    "load_dataset": "wllm_ray.dataset.reading.reader",
 }
 
 

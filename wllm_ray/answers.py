@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wllm_ray.dataset.manifest import Manifest
+from wllm_ray.dataset.format.manifest import Manifest
 from wllm_ray.digest import token_digest
 from wllm_ray.errors import CaptureError, RowsFailedError, TooLargeError
 from wllm_ray.records import CapturedChunk, RowFailure, RowRecord

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
-from wllm_ray.dataset.manifest import DatasetSpec, Manifest
-from wllm_ray.dataset.writer import StageResult
+from wllm_ray.dataset.format.manifest import DatasetSpec, Manifest
+from wllm_ray.dataset.writing.writer import StageResult
 from wllm_ray.plan import Shard
 from wllm_ray.records import CapturedChunk, CaptureTask, Chunk
 from wllm_ray.requests import Selection, capture_task

@@ -27,9 +27,9 @@ __all__ = [
     "joined_request_digest",
     "parse_json",
     "request_digest",
-    "rows_digest",
+    "requests_digest",
     "sha256_hex",
-    "shard_rows_digest",
+    "rows_digest",
     "token_digest",
 ]
 
@@ -250,7 +250,7 @@ def token_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
     return sha256_hex(np.asarray(token_ids, _TOKEN_ID).tobytes())
 
 
-def rows_digest(request_digests: Iterable[str]) -> str:
+def requests_digest(request_digests: Iterable[str]) -> str:
     """SHA-256 over the raw request digests (32 bytes each) of consecutive rows."""
     total = hashlib.sha256()
     for digest in request_digests:
@@ -258,7 +258,7 @@ def rows_digest(request_digests: Iterable[str]) -> str:
     return total.hexdigest()
 
 
-def shard_rows_digest(rows: Iterable[tuple[str, str | None, str]]) -> str:
+def rows_digest(rows: Iterable[tuple[str, str | None, str]]) -> str:
     """SHA-256 over what was asked and run in a shard, row by row.
 
     Args:

@@ -17,9 +17,9 @@ from typing import Generic, TypeVar
 from wllm_ray.answers import dataset_answer, expect_fits_inline, inline_answer, rows_failed
 from wllm_ray.backend import Backend, capturer
 from wllm_ray.coordinator import Coordinator, FlowLimits
-from wllm_ray.dataset.manifest import DatasetSpec
-from wllm_ray.dataset.spec import build_spec
-from wllm_ray.dataset.store import Store
+from wllm_ray.dataset.format.manifest import DatasetSpec
+from wllm_ray.dataset.stores.store import Store
+from wllm_ray.dataset.writing.spec import build_spec
 from wllm_ray.errors import (
     ConflictError,
     OverloadedError,

@@ -28,7 +28,7 @@ from deployments.demo.model import MODEL_NAME, longest_row, prepare_model
 from deployments.demo.server import base_url, render_config, run_client, running_server
 from deployments.demo.statements import write_statements
 from wllm_ray.capture.model_files import resolve_model
-from wllm_ray.dataset.reader import load_dataset
+from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.digest import request_digest
 from wllm_ray.errors import NotFoundError, WLLMError
 from wllm_ray.records import CaptureIdentity

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from wllm_ray.dataset.reader import load_dataset
+from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.digest import canonical_json
 from wllm_ray.probe import ProbeReport, load_probe, plot_probe_report, probe_by_layer, save_probe
 

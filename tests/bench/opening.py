@@ -10,7 +10,7 @@ from statistics import median
 from tests.bench.block_engine import DATASET
 from tests.bench.harness import CHECKOUT, Benchmark, Measure, Outcome, Settings, interleaved, timed
 from tests.bench.pipeline import rows_file, run_worker
-from wllm_ray.dataset.reader import load_dataset
+from wllm_ray.dataset.reading.reader import load_dataset
 
 MOST_TO_OPEN_S = 0.2
 MOST_TO_IMPORT_S = 0.3

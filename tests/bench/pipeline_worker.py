@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.bench.block_engine import DATASET, SITE, BlockEngine, ByteTokenizer, plan_of
-from wllm_ray.dataset.manifest import DatasetSpec, Manifest
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.writer import StageResult, commit_manifest, stage_shard
+from wllm_ray.dataset.format.manifest import DatasetSpec, Manifest
+from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.writing.writer import StageResult, commit_manifest, stage_shard
 from wllm_ray.engines.base import ActivationEngine
 from wllm_ray.job.rows_file import RowsFile
 from wllm_ray.job.run import Job, run_job

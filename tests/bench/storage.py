@@ -26,10 +26,10 @@ from tests.bench.harness import (
 )
 from tests.bench.pipeline import rows_file, run_worker
 from wllm_ray.coordinator import FlowLimits
-from wllm_ray.dataset.reader import ActivationDataset, load_dataset
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.verify import verify_dataset
-from wllm_ray.dataset.writer import stage_shard
+from wllm_ray.dataset.reading.reader import ActivationDataset, load_dataset
+from wllm_ray.dataset.reading.verify import verify_dataset
+from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.writing.writer import stage_shard
 from wllm_ray.job.source import shards_of, spec_of
 from wllm_ray.plan import Shard, ShardLimits
 from wllm_ray.requests import capture_task

@@ -26,7 +26,7 @@ from tests.cluster.conftest import (
 )
 from tests.servers import stores
 from wllm_ray import load_dataset
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores.store import open_store
 
 DEADLINE_S = 120
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tests.servers import stores
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores.store import open_store
 
 _names = itertools.count()
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from wllm_ray.dataset.manifest import DatasetSpec, ShardSpec
-from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard
-from wllm_ray.digest import canonical_json, request_digest, rows_digest
+from wllm_ray.dataset.format.manifest import DatasetSpec, ShardSpec
+from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard
+from wllm_ray.digest import canonical_json, request_digest, requests_digest
 from wllm_ray.positions import feature_rows_of, resolve
 from wllm_ray.records import (
     CapturedChunk,
@@ -129,7 +129,7 @@ def make_spec(rows, /, *, dataset_id="d", per_shard=3, position="last_prompt", *
             ShardSpec(
                 first_row=part[0].index,
                 rows=len(part),
-                requests_sha256=rows_digest(row.request_digest for row in part),
+                requests_sha256=requests_digest(row.request_digest for row in part),
             )
             for part in shards
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from wllm_ray.dataset.manifest import TraceSpec
+from wllm_ray.dataset.format.manifest import TraceSpec
 
 SITES = ("embed", "L1_attn_out_prelinear")
 PER_SITE = {"sites": SITES, "site_widths": (4, 6), "position": "all_prompt"}

@@ -23,11 +23,11 @@ from pathlib import Path
 
 from dataset_builders import FAILED_ROW, capture, make_rows, make_spec, rows_of, stage_all
 
-from wllm_ray.dataset.manifest import TraceSpec
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.verify import verify_dataset
-from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard, staged_shards
+from wllm_ray.dataset.format.manifest import TraceSpec
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.reading.verify import verify_dataset
+from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard, staged_shards
 from wllm_ray.errors import NotFoundError
 
 ROWS = make_rows(5, failed=[FAILED_ROW])

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from kill_points import in_child
 
-from wllm_ray.dataset.merge import merge_datasets
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.verify import verify_dataset
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.reading.verify import verify_dataset
+from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.tools.merge import merge_datasets
 from wllm_ray.errors import NotFoundError
 
 

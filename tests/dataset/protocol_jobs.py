@@ -8,10 +8,10 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 from dataset_builders import FAILED_ROW, capture, captured_of, features_of, make_rows, rows_of
 
-from wllm_ray.dataset.gc import collect_garbage
-from wllm_ray.dataset.manifest import TraceSpec
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard, staged_shards
+from wllm_ray.dataset.format.manifest import TraceSpec
+from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.tools.gc import collect_garbage
+from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard, staged_shards
 from wllm_ray.records import RowFailure
 
 ROWS = make_rows(5, failed=[FAILED_ROW])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from dataset_builders import capture, make_spec, rows_of, site_values
 
-from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard
+from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard
 
 DTYPES = {
     "float32": {},

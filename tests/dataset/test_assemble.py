@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from dataset_builders import HIDDEN, capture, features_of, make_rows, make_spec, value_of
 
-from wllm_ray.dataset.assemble import assemble_shard
+from wllm_ray.dataset.writing.assemble import assemble_shard
 from wllm_ray.errors import ConflictError, IntegrityError
 from wllm_ray.records import RowFailure
 

@@ -10,9 +10,9 @@ from dataset_builders import capture, make_rows, make_spec, rows_of, write_datas
 from typer.testing import CliRunner
 
 from wllm_ray.cli import app
-from wllm_ray.dataset.layout import receipt_key
-from wllm_ray.dataset.verify import verify_dataset
-from wllm_ray.dataset.writer import create_spec, stage_shard
+from wllm_ray.dataset.format.layout import receipt_key
+from wllm_ray.dataset.reading.verify import verify_dataset
+from wllm_ray.dataset.writing.writer import create_spec, stage_shard
 
 pytestmark = pytest.mark.requirement("L-4")
 

@@ -13,7 +13,7 @@ from dataset_builders import write_dataset
 from kill_points import KINDS, ROWS
 from killing_proxy import KillingProxy
 
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores.store import open_store
 
 pytestmark = pytest.mark.requirement("D-4", "D-5", "R-3")
 

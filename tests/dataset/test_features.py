@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 from dataset_builders import make_rows, make_spec
 
-from wllm_ray.dataset.dtypes import all_finite, is_exact, narrow, resolve_dtype, widen
-from wllm_ray.dataset.features import (
+from wllm_ray.dataset.format.dtypes import all_finite, is_exact, narrow, resolve_dtype, widen
+from wllm_ray.dataset.format.features import (
     decode_features,
     encode_features,
     npy_header,

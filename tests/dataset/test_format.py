@@ -16,10 +16,10 @@ from dataset_builders import FAILED_ROW, make_rows, make_spec, value_of, write_d
 
 import wllm_ray.dataset
 from wllm_ray import digest
-from wllm_ray.dataset.features import npy_header
-from wllm_ray.dataset.manifest import DatasetSpec, Manifest, Receipt
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.shard import ROWS_SCHEMA
+from wllm_ray.dataset.format.features import npy_header
+from wllm_ray.dataset.format.manifest import DatasetSpec, Manifest, Receipt
+from wllm_ray.dataset.format.rows import ROWS_SCHEMA
+from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.errors import ROW_FAILURE_CODES
 
 pytestmark = pytest.mark.requirement("D-1", "D-3")
@@ -43,8 +43,8 @@ def test_the_golden_table_covers_every_digest_function():
     assert names == {
         "canonical_json",
         "request_digest",
+        "requests_digest",
         "rows_digest",
-        "shard_rows_digest",
         "token_digest",
     }
 

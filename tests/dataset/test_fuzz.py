@@ -20,10 +20,10 @@ from hostile_lies import BASES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.rowtable import good_rows
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.verify import verify_dataset
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.reading.rowtable import good_rows
+from wllm_ray.dataset.reading.verify import verify_dataset
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import WLLMError
 

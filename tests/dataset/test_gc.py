@@ -16,15 +16,15 @@ from dataset_builders import (
     write_dataset,
 )
 
-from wllm_ray.dataset.abandon import abandon_dataset
-from wllm_ray.dataset.files import list_datasets
-from wllm_ray.dataset.gc import collect_garbage
-from wllm_ray.dataset.layout import manifest_key, receipt_key, spec_key
-from wllm_ray.dataset.merge import merge_datasets
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.verify import verify_dataset
-from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard, staged_shards
+from wllm_ray.dataset.format.layout import manifest_key, receipt_key, spec_key
+from wllm_ray.dataset.reading.files import list_datasets
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.reading.verify import verify_dataset
+from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.tools.abandon import abandon_dataset
+from wllm_ray.dataset.tools.gc import collect_garbage
+from wllm_ray.dataset.tools.merge import merge_datasets
+from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard, staged_shards
 from wllm_ray.errors import ConflictError, IntegrityError, NotFoundError
 
 pytestmark = pytest.mark.requirement("D-5")

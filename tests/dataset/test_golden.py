@@ -17,9 +17,9 @@ from dataset_builders import (
     write_dataset,
 )
 
-from wllm_ray.dataset.manifest import TraceSpec
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.format.manifest import TraceSpec
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.stores.store import open_store
 
 pytestmark = pytest.mark.requirement("D-1", "D-3")
 

@@ -19,11 +19,11 @@ from hostile_lies import BASES
 from typer.testing import CliRunner
 
 from wllm_ray.cli import app
-from wllm_ray.dataset.manifest import document_bytes
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.rowtable import good_rows
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.verify import verify_dataset
+from wllm_ray.dataset.format.manifest import document_bytes
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.reading.rowtable import good_rows
+from wllm_ray.dataset.reading.verify import verify_dataset
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import IntegrityError, NotFoundError, StorageError
 
 pytestmark = pytest.mark.requirement("D-6")

@@ -8,9 +8,9 @@ import pytest
 from dataset_builders import FAILED_ROW, make_rows, make_spec, stage_all, write_dataset
 from pydantic import ValidationError
 
-from wllm_ray.dataset.documents import read_manifest, read_receipt, read_spec
-from wllm_ray.dataset.manifest import document_bytes
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.format.documents import read_manifest, read_receipt, read_spec
+from wllm_ray.dataset.format.manifest import document_bytes
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.digest import canonical_json, sha256_hex
 from wllm_ray.errors import IntegrityError
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from dataset_builders import FAILED_ROW, make_rows, make_spec, stage_all, write_dataset
 
-from wllm_ray.dataset.manifest import TraceSpec
-from wllm_ray.dataset.merge import merge_datasets
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.verify import verify_dataset
-from wllm_ray.dataset.writer import create_spec, orphans
+from wllm_ray.dataset.format.manifest import TraceSpec
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.reading.verify import verify_dataset
+from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.tools.merge import merge_datasets
+from wllm_ray.dataset.writing.writer import create_spec, orphans
 from wllm_ray.digest import sha256_hex
 from wllm_ray.errors import ConflictError, IntegrityError, InvalidInputError, NotFoundError
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes import MODEL, Application, FakeEngine, serving
 from wllm_ray import load_dataset
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores.store import open_store
 
 WLLM = [sys.executable, "-c", "from wllm_ray.cli import main; main()"]
 STORED = ("--shard-format", "arrow", "--storage-dtype", "float16", "--rows-per-shard", "2")

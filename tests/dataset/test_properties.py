@@ -10,10 +10,10 @@ from dataset_builders import capture, features_of, make_rows, make_spec
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from wllm_ray.dataset.manifest import TraceSpec
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard
+from wllm_ray.dataset.format.manifest import TraceSpec
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard
 from wllm_ray.records import RowFailure
 
 pytestmark = pytest.mark.requirement("D-3")

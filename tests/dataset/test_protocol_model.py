@@ -42,13 +42,13 @@ from protocol_jobs import (
 )
 from stepped_store import Died, Fault, InlineExecutor, Writer
 
-from wllm_ray.dataset import shard_files
-from wllm_ray.dataset.layout import folder, manifest_key, receipt_key, spec_key
-from wllm_ray.dataset.manifest import document_bytes
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.shard import decode_rows
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.writer import (
+from wllm_ray.dataset.format.layout import folder, manifest_key, receipt_key, spec_key
+from wllm_ray.dataset.format.manifest import document_bytes
+from wllm_ray.dataset.format.rows import decode_rows
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.writing import shard_files
+from wllm_ray.dataset.writing.writer import (
     StageResult,
     commit_manifest,
     create_spec,
@@ -184,8 +184,9 @@ class Protocol(RuleBasedStateMachine):
         before = self.read(key)
         if before is None or key in self.harmed:
             return
-        if how == "gone" and not self.read(manifest_key("d")) and key in self.first:
-            how = "flipped"  # a document that goes before the commit was never there
+        uncommitted = key == manifest_key("d") or not self.read(manifest_key("d"))
+        if how == "gone" and uncommitted and key in self.first:
+            how = "flipped"  # of a dataset without a manifest, what is gone was never there
         after = {"gone": None, "truncated": before[:-1], "flipped": flip(before)}[how]
         self.harmed[key] = before, after
         if after is None:

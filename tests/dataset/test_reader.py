@@ -21,13 +21,13 @@ from dataset_builders import (
 )
 
 import wllm_ray
-from wllm_ray.dataset import recorded
-from wllm_ray.dataset.files import list_datasets
-from wllm_ray.dataset.inspect import inspect_dataset
-from wllm_ray.dataset.layout import split_dataset_path
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.verify import verify_dataset
-from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard
+from wllm_ray.dataset.format.layout import split_dataset_path
+from wllm_ray.dataset.reading import recorded
+from wllm_ray.dataset.reading.files import list_datasets
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.reading.verify import verify_dataset
+from wllm_ray.dataset.tools.inspect import inspect_dataset
+from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard
 from wllm_ray.errors import InvalidInputError, NotFoundError, NotOfferedError
 from wllm_ray.sites import HookSite
 

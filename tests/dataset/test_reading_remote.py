@@ -17,13 +17,13 @@ import pytest
 from dataset_builders import make_rows, write_dataset
 from reading_builders import DTYPES, Recording, write_exact
 
-from wllm_ray.dataset import files as files_module
-from wllm_ray.dataset import ranged
-from wllm_ray.dataset.cache import ByteCache
-from wllm_ray.dataset.layout import folder
-from wllm_ray.dataset.ranged import RangedFile
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.format.layout import folder
+from wllm_ray.dataset.reading import files as files_module
+from wllm_ray.dataset.reading import ranged
+from wllm_ray.dataset.reading.cache import ByteCache
+from wllm_ray.dataset.reading.ranged import RangedFile
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import IntegrityError, NotOfferedError, StorageError
 
 pytestmark = pytest.mark.requirement("P-4", "D-6")

@@ -11,8 +11,8 @@ import pytest
 from dataset_builders import make_rows, write_dataset
 from reading_builders import write_exact
 
-from wllm_ray.dataset.manifest import TraceSpec
-from wllm_ray.dataset.reader import load_dataset
+from wllm_ray.dataset.format.manifest import TraceSpec
+from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.errors import IntegrityError, InvalidInputError, NotOfferedError
 
 pytestmark = pytest.mark.requirement("P-4")

@@ -11,8 +11,8 @@ import pytest
 from dataset_builders import make_rows, write_dataset
 from reading_builders import write_exact
 
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import InvalidInputError, NotOfferedError, StorageError
 
 torch = pytest.importorskip("torch")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from dataset_builders import description, make_rows
 
-from wllm_ray.dataset.spec import build_spec
-from wllm_ray.digest import rows_digest
+from wllm_ray.dataset.writing.spec import build_spec
+from wllm_ray.digest import requests_digest
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.plan import ShardLimits
 from wllm_ray.records import CaptureIdentity, InputRow, RowFailure
@@ -137,8 +137,8 @@ def test_a_shard_is_bound_to_the_requests_in_it():
     spec = spec_of(rows, "last_prompt", max_rows=3)
     assert [shard.first_row for shard in spec.shards] == [0, 3]
     digests = [row.request_digest for row in rows]
-    assert spec.shards[0].requests_sha256 == rows_digest(digests[:3])
-    assert spec.shards[1].requests_sha256 == rows_digest(digests[3:])
+    assert spec.shards[0].requests_sha256 == requests_digest(digests[:3])
+    assert spec.shards[1].requests_sha256 == requests_digest(digests[3:])
     assert (spec.rows, spec.max_rows_per_shard) == (5, 3)
 
 

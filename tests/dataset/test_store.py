@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.servers import stores
-from wllm_ray.dataset.store import Store, open_store
+from wllm_ray.dataset.stores.store import Store, open_store
 from wllm_ray.errors import (
     AlreadyExistsError,
     IntegrityError,

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from wllm_ray.dataset import local as local_module
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores import local as local_module
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import AlreadyExistsError, IntegrityError, StorageError
 
 pytestmark = pytest.mark.requirement("D-4")
@@ -52,7 +52,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(local, tmp_path, monkeypatch, wr
 
 FILE_TOO_LARGE = """
 import resource, sys
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import StorageError
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 store = open_store(sys.argv[1])

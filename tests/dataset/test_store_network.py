@@ -12,9 +12,9 @@ import pytest
 
 from tests.servers import stores
 from tests.servers.faults import DROPPED, LOST, STALLED, Fault, FaultProxy, refused
-from wllm_ray.dataset import remote as remote_module
-from wllm_ray.dataset import remote_client
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores import remote as remote_module
+from wllm_ray.dataset.stores import remote_client
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import AlreadyExistsError, NotFoundError, StorageError
 
 pytestmark = pytest.mark.requirement("D-4")

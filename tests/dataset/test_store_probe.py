@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from tests.servers import stores
-from wllm_ray.dataset.probing import expect_create_only
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores.probing import expect_create_only
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import AlreadyExistsError, ConflictError, StorageError
 
 pytestmark = pytest.mark.requirement("D-4")
@@ -65,7 +65,7 @@ class Remembering:
         self.objects.pop(key, None)
 
     def probe(self):
-        from wllm_ray.dataset.probing import probe_store
+        from wllm_ray.dataset.stores.probing import probe_store
 
         return probe_store(self)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.servers import stores
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import InvalidInputError, StorageError
 
 pytestmark = pytest.mark.requirement("D-1")
@@ -164,7 +164,7 @@ def test_wrong_credentials_on_a_server_that_checks_them(azurite, monkeypatch):
 
 FORKS = """
 import os, sys
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import StorageError
 store = open_store(sys.argv[1])
 if sys.argv[2] == "used":

@@ -18,12 +18,12 @@ from dataset_builders import (
     write_dataset,
 )
 
-from wllm_ray.dataset.layout import folder
-from wllm_ray.dataset.manifest import TraceSpec
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.verify import verify_dataset
-from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard
+from wllm_ray.dataset.format.layout import folder
+from wllm_ray.dataset.format.manifest import TraceSpec
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.reading.verify import verify_dataset
+from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard
 from wllm_ray.errors import ConflictError, IntegrityError, StorageError
 from wllm_ray.records import RowFailure
 

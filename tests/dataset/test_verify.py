@@ -10,18 +10,18 @@ import pyarrow as pa
 import pytest
 from dataset_builders import FAILED_ROW, capture, make_rows, make_spec, rows_of, write_dataset
 
-from wllm_ray.dataset.build import manifest_digest
-from wllm_ray.dataset.documents import read_manifest, read_receipt
-from wllm_ray.dataset.layout import file_name, folder, manifest_key, receipt_key
-from wllm_ray.dataset.manifest import TraceSpec, document_bytes
-from wllm_ray.dataset.repeated import Place, RowIds
-from wllm_ray.dataset.rowtable import read_rows
-from wllm_ray.dataset.shard import ROWS_SCHEMA, decode_rows
-from wllm_ray.dataset.staged import load_spec
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.verify import verify_dataset
-from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard
-from wllm_ray.digest import shard_rows_digest, token_digest
+from wllm_ray.dataset.format.build import manifest_digest
+from wllm_ray.dataset.format.documents import read_manifest, read_receipt
+from wllm_ray.dataset.format.layout import file_name, folder, manifest_key, receipt_key
+from wllm_ray.dataset.format.manifest import TraceSpec, document_bytes
+from wllm_ray.dataset.format.rows import ROWS_SCHEMA, decode_rows
+from wllm_ray.dataset.reading.repeated import Place, RowIds
+from wllm_ray.dataset.reading.rowtable import read_rows
+from wllm_ray.dataset.reading.staged import load_spec
+from wllm_ray.dataset.reading.verify import verify_dataset
+from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard
+from wllm_ray.digest import rows_digest, token_digest
 from wllm_ray.errors import IntegrityError, NotFoundError, StorageError
 
 pytestmark = pytest.mark.requirement("L-4", "D-6")
@@ -74,7 +74,7 @@ def rows_sha256(batch):
     columns = ("request_sha256", "token_sha256", "status")
     requests, tokens, status = (batch.column(name).to_pylist() for name in columns)
     hexes = [None if one is None else one.hex() for one in tokens]
-    return shard_rows_digest(zip((one.hex() for one in requests), hexes, status, strict=True))
+    return rows_digest(zip((one.hex() for one in requests), hexes, status, strict=True))
 
 
 def table(*changes):

@@ -22,10 +22,11 @@ from dataset_builders import (
     write_dataset,
 )
 
-from wllm_ray.dataset import staged, writer
-from wllm_ray.dataset.manifest import document_bytes
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.writer import (
+from wllm_ray.dataset.format.manifest import document_bytes
+from wllm_ray.dataset.reading import staged
+from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.writing import writer
+from wllm_ray.dataset.writing.writer import (
     commit_manifest,
     create_spec,
     load_spec,
@@ -422,7 +423,7 @@ def test_many_processes_one_dataset(tmp_path):
     program = (
         "import sys\n"
         "from dataset_builders import FAILED_ROW, make_rows, write_dataset\n"
-        "from wllm_ray.dataset.store import open_store\n"
+        "from wllm_ray.dataset.stores.store import open_store\n"
         "rows = make_rows(8, failed=[FAILED_ROW])\n"
         "print(write_dataset(open_store(sys.argv[1]), rows).manifest_sha256)\n"
     )

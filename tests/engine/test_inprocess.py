@@ -16,7 +16,7 @@ from wllm_ray.capture.model_files import resolve_model
 from wllm_ray.capture.tokenizer import TransformersTokenizer
 from wllm_ray.capture.transformers_capture import TransformersCapture
 from wllm_ray.capture.vllm_capture import VLLMCapture
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.engines.transformers import TransformersOptions
 from wllm_ray.engines.vllm import VLLMOptions
 from wllm_ray.errors import InvalidInputError, NotFoundError, NotOfferedError

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes import HIDDEN_SIZE, MODEL, Application, FakeEngine, fake_description, serving
 from tests.http.calls import PATH, ROWS, body, caller, error_of, post
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import ERROR_CODES, UnavailableError
 from wllm_ray.extraction import ExtractionLimits
 from wllm_ray.records import RowFailure

@@ -18,8 +18,8 @@ from tests.fakes import (
     fake_description,
 )
 from tests.http.calls import body, caller, error_of, post
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import NotOfferedError
 from wllm_ray.extraction import ExtractionLimits
 from wllm_ray.records import RowFailure

@@ -6,8 +6,8 @@ import pytest
 
 from tests.fakes import SITES, Application, fake_activation, fake_description
 from tests.http.calls import ROWS, body, caller, error_of, post
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.offered import offered_sites, site_widths
 from wllm_ray.wire import ARROW_STREAM, decode_arrow
 

@@ -16,7 +16,7 @@ from wllm_ray.cli import app as wllm
 from wllm_ray.cli.reporting import reports_errors
 from wllm_ray.cli.serve import application_args, serve_command, serve_program
 from wllm_ray.client import WLLMClient
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.doctor import Settings, run_checks
 from wllm_ray.errors import InvalidInputError, NotFoundError
 

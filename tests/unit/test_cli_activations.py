@@ -24,8 +24,8 @@ from tests.fakes import (
 )
 from wllm_ray.cli import app as wllm
 from wllm_ray.client import WLLMClient
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.extraction import ExtractionLimits
 from wllm_ray.records import RowFailure
 from wllm_ray.sites import HookSite, parse_site

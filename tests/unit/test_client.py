@@ -24,8 +24,8 @@ from wllm_ray.client import AsyncWLLMClient, WLLMClient
 from wllm_ray.client.border import error_from_response, translated
 from wllm_ray.client.connection import Connection
 from wllm_ray.client.remote import Remote, check_answer, request_bodies, sent_row
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.digest import canonical_json, parse_json
 from wllm_ray.errors import (
     ERROR_CODES,

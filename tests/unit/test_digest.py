@@ -21,9 +21,9 @@ from wllm_ray.digest import (
     joined_request_digest,
     parse_json,
     request_digest,
+    requests_digest,
     rows_digest,
     sha256_hex,
-    shard_rows_digest,
     token_digest,
 )
 from wllm_ray.errors import InvalidInputError
@@ -220,10 +220,10 @@ def test_request_digest_tells_apart_what_must_be():
 def test_digests_over_rows_by_hand():
     first, second = sha256_hex(b"1"), sha256_hex(b"2")
     raw = bytes.fromhex(first) + bytes.fromhex(second)
-    assert rows_digest([first, second]) == hashlib.sha256(raw).hexdigest()
-    assert rows_digest([]) == hashlib.sha256(b"").hexdigest()
+    assert requests_digest([first, second]) == hashlib.sha256(raw).hexdigest()
+    assert requests_digest([]) == hashlib.sha256(b"").hexdigest()
     text = f'["{first}","{second}","ok"]\n["{second}",null,"too_long"]\n'.encode()
-    found = shard_rows_digest([(first, second, "ok"), (second, None, "too_long")])
+    found = rows_digest([(first, second, "ok"), (second, None, "too_long")])
     assert found == hashlib.sha256(text).hexdigest()
 
 

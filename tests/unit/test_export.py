@@ -20,10 +20,10 @@ from tests.dataset.dataset_builders import (
     write_dataset,
 )
 from wllm_ray.cli import app as wllm
-from wllm_ray.dataset.dtypes import narrow, widen
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard
+from wllm_ray.dataset.format.dtypes import narrow, widen
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard
 from wllm_ray.errors import IntegrityError, InvalidInputError, NotFoundError, StorageError
 from wllm_ray.export import FORMATS, export_dataset, saelens
 from wllm_ray.export.saelens import hook_name

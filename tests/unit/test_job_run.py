@@ -16,8 +16,8 @@ from tests.fakes import (
     fake_features,
 )
 from wllm_ray.backend import capturer
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import ConflictError
 from wllm_ray.extraction import ExtractionLimits
 from wllm_ray.job.progress import ProgressLines

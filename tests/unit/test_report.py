@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from tests.dataset.dataset_builders import MODEL, capture, make_rows, make_spec, rows_of
 from wllm_ray.cli import app as wllm
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
-from wllm_ray.dataset.writer import commit_manifest, create_spec, stage_shard
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import InvalidInputError, NotFoundError, StorageError
 from wllm_ray.probe import probe_by_layer

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import IntegrityError, InvalidInputError, NotFoundError
 from wllm_ray.job.rows_file import RowsFile
 from wllm_ray.rows import parse_rows, read_jsonl

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.fakes import MODEL, Application, FakeEngine, FakeTokenizer
-from wllm_ray.dataset.reader import load_dataset
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.engines import ActivationEngine
 from wllm_ray.errors import (
     CaptureError,

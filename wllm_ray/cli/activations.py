@@ -127,7 +127,7 @@ class _Run:
         quiet: bool,
     ) -> None:
         from wllm_ray.client.connection import Connection
-        from wllm_ray.dataset.store import open_store
+        from wllm_ray.dataset.stores.store import open_store
 
         self._path, self._quiet = path, quiet
         self._store = open_store(output)

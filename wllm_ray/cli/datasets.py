@@ -13,7 +13,7 @@ from wllm_ray.cli.reporting import FAILED, counted, print_json, reports_errors, 
 from wllm_ray.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from wllm_ray.dataset.verify import VerifyReport
+    from wllm_ray.dataset.reading.verify import VerifyReport
 
 __all__ = ["inspect", "verify"]
 
@@ -34,7 +34,7 @@ def verify(
 
     Exit code 2 where there is a fault. With `--json`, one line for each dataset.
     """
-    from wllm_ray.dataset.verify import verify_dataset
+    from wllm_ray.dataset.reading.verify import verify_dataset
 
     sound = True
     for where, dataset_id in _chosen(root, dataset_ids or [], every=every):
@@ -55,7 +55,7 @@ def inspect(root: Root, dataset_id: DatasetId = None, *, as_json: AsJson = False
 
     Of one that was begun and not committed, it says how much is staged.
     """
-    from wllm_ray.dataset.inspect import inspect_dataset
+    from wllm_ray.dataset.tools.inspect import inspect_dataset
 
     facts = inspect_dataset(*located(root, dataset_id))
     if as_json:
@@ -66,8 +66,8 @@ def inspect(root: Root, dataset_id: DatasetId = None, *, as_json: AsJson = False
 
 def _chosen(root: str, dataset_ids: list[str], *, every: bool) -> list[tuple[str, str]]:
     """Root and id of each dataset that is to be looked at."""
-    from wllm_ray.dataset.files import list_datasets
-    from wllm_ray.dataset.store import open_store
+    from wllm_ray.dataset.reading.files import list_datasets
+    from wllm_ray.dataset.stores.store import open_store
 
     if not every:
         return [(root, one) for one in dataset_ids] or [located(root, None)]

@@ -12,7 +12,7 @@ from wllm_ray.cli.options import AsJson
 from wllm_ray.cli.reporting import FAILED, counted, print_json, reports_errors
 
 if TYPE_CHECKING:
-    from wllm_ray.dataset.gc import GcReport, Leftover
+    from wllm_ray.dataset.tools.gc import GcReport, Leftover
 
 __all__ = ["gc"]
 
@@ -42,8 +42,8 @@ def gc(
     code 2) or a file of a shard that is not staged yet. Datasets that were begun and not committed
     are listed; they resume when their job is run again.
     """
-    from wllm_ray.dataset.gc import collect_garbage
-    from wllm_ray.dataset.layout import split_dataset_path
+    from wllm_ray.dataset.format.layout import split_dataset_path
+    from wllm_ray.dataset.tools.gc import collect_garbage
 
     age = timedelta(hours=older_than)
     if abandon:
@@ -64,7 +64,7 @@ def gc(
 
 
 def _abandon(root: str, dataset_id: str, *, delete: bool, age: timedelta, as_json: bool) -> None:
-    from wllm_ray.dataset.abandon import abandon_dataset
+    from wllm_ray.dataset.tools.abandon import abandon_dataset
 
     files = abandon_dataset(root, dataset_id, delete=delete, older_than=age)
     if not as_json:

@@ -18,7 +18,7 @@ DatasetId = Annotated[str | None, typer.Argument(help="The dataset's id.")]
 
 def located(root: str, dataset_id: str | None) -> tuple[str, str]:
     """Storage root and id; a dataset's own path says both."""
-    from wllm_ray.dataset.layout import split_dataset_path
+    from wllm_ray.dataset.format.layout import split_dataset_path
 
     found = split_dataset_path(root) if dataset_id is None else (root, dataset_id)
     if found is None:

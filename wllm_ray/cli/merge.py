@@ -41,7 +41,7 @@ def merge(
     The sources are verified while they are read, and stay. Run the same command again to go on
     after an interruption.
     """
-    from wllm_ray.dataset.merge import merge_datasets
+    from wllm_ray.dataset.tools.merge import merge_datasets
 
     with byte_bar(into, quiet=quiet) as on_bytes:
         made = merge_datasets(

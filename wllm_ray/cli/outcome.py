@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from wllm_ray.cli.reporting import DONE, ROWS_FAILED, print_json, say
-from wllm_ray.dataset.store import Store
+from wllm_ray.dataset.stores.store import Store
 from wllm_ray.job.run import JobOutcome
 from wllm_ray.job.source import RowSource
 from wllm_ray.job.summary import failures_of, summary_of, write_run_files

@@ -16,7 +16,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
-from wllm_ray.dataset.manifest import DatasetSpec, Receipt
+from wllm_ray.dataset.format.manifest import DatasetSpec, Receipt
 from wllm_ray.job.progress import RowCount
 from wllm_ray.records import Chunk
 

@@ -17,9 +17,9 @@ from wllm_ray.client.job import run_over_http
 from wllm_ray.client.ready import wait_ready
 from wllm_ray.client.remote import Remote, check_answer
 from wllm_ray.coordinator import FlowLimits
-from wllm_ray.dataset.reader import ActivationDataset, load_dataset
-from wllm_ray.dataset.remote import ObjectStore
-from wllm_ray.dataset.store import Root, open_store
+from wllm_ray.dataset.reading.reader import ActivationDataset, load_dataset
+from wllm_ray.dataset.stores.remote import ObjectStore
+from wllm_ray.dataset.stores.store import Root, open_store
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import CaptureError, IntegrityError, InvalidInputError
 from wllm_ray.inputs import Input, as_list, input_rows

@@ -11,7 +11,7 @@ import httpx
 
 from wllm_ray.client.aio import AsyncWLLMClient
 from wllm_ray.concurrency import LoopThread
-from wllm_ray.dataset.store import Root
+from wllm_ray.dataset.stores.store import Root
 
 __all__ = ["WLLMClient"]
 

@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Sequence
 
 from wllm_ray.client.remote import Answer, Remote, SentRow, as_served, sent_row
-from wllm_ray.dataset.manifest import DatasetSpec, Manifest
-from wllm_ray.dataset.store import Store
-from wllm_ray.dataset.writer import StageResult, commit_manifest, stage_shard
+from wllm_ray.dataset.format.manifest import DatasetSpec, Manifest
+from wllm_ray.dataset.stores.store import Store
+from wllm_ray.dataset.writing.writer import StageResult, commit_manifest, stage_shard
 from wllm_ray.job.progress import Progress
 from wllm_ray.job.run import Job, JobOutcome, RunOptions, run_job
 from wllm_ray.job.source import NamedRows, SourcePlan, read_shards, spec_of

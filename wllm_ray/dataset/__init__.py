@@ -1,5 +1,6 @@
-"""What is written and read: the storage root, the documents, the shards.
+"""What is written and read; FORMAT.md beside this file defines the bytes.
 
-The bytes are defined in FORMAT.md beside this file. Writing is :mod:`.writer`, reading is
-:mod:`.reader`; both see the storage root only through :class:`.store.Store`.
+``tools > writing > reading > format > stores``: each imports only from those behind it.
+:func:`.reading.reader.load_dataset` opens a dataset, :mod:`.writing.writer` makes one, and
+:mod:`.stores.store` is where it lies.
 """

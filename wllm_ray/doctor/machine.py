@@ -61,7 +61,7 @@ def _cpu_flags() -> set[str]:
 
 def check_storage(settings: Settings) -> Iterator[Check]:
     """Whether the storage root can be written and honours create-only."""
-    from wllm_ray.dataset.store import open_store
+    from wllm_ray.dataset.stores.store import open_store
 
     if settings.storage_root is None:
         return

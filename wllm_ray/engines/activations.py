@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from wllm_ray.dataset.reader import FailedRow
+from wllm_ray.dataset.reading.reader import FailedRow
 from wllm_ray.digest import parse_json
 from wllm_ray.errors import CaptureError, InvalidInputError, NotOfferedError
 from wllm_ray.records import CapturedChunk, EngineDescription, RowFailure, RowRecord

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
 from wllm_ray.capture.protocol import Engine
-from wllm_ray.dataset.manifest import Manifest
-from wllm_ray.dataset.store import Root, open_store
+from wllm_ray.dataset.format.manifest import Manifest
+from wllm_ray.dataset.stores.store import Root, open_store
 from wllm_ray.engines.activations import Activations, put_together
 from wllm_ray.engines.auto_batch import AutoBatch, Batching, batching_of
 from wllm_ray.engines.calls import CALLS_AT_ONCE, Calls, write_dataset

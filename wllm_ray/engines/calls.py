@@ -10,9 +10,9 @@ from wllm_ray.answers import rows_failed
 from wllm_ray.capture.protocol import Engine
 from wllm_ray.concurrency import gather
 from wllm_ray.coordinator import FlowLimits
-from wllm_ray.dataset.manifest import DatasetSpec, Manifest
-from wllm_ray.dataset.store import Store
-from wllm_ray.dataset.writer import StageResult, commit_manifest, stage_shard
+from wllm_ray.dataset.format.manifest import DatasetSpec, Manifest
+from wllm_ray.dataset.stores.store import Store
+from wllm_ray.dataset.writing.writer import StageResult, commit_manifest, stage_shard
 from wllm_ray.engines.auto_batch import Batching
 from wllm_ray.engines.stream import ReceiptQueue
 from wllm_ray.job.run import Job, RunOptions, run_job

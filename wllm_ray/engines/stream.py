@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from typing import TypeAlias
 
-from wllm_ray.dataset.manifest import DatasetSpec, Manifest, Receipt
+from wllm_ray.dataset.format.manifest import DatasetSpec, Manifest, Receipt
 from wllm_ray.engines.thread import EngineThread
 from wllm_ray.job.progress import Progress
 

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from wllm_ray.dataset.files import DatasetFiles
-from wllm_ray.dataset.manifest import Manifest
-from wllm_ray.dataset.table import features_batch
+from wllm_ray.dataset.format.manifest import Manifest
+from wllm_ray.dataset.reading.files import DatasetFiles
+from wllm_ray.dataset.reading.table import features_batch
 from wllm_ray.export.rows import offsets_of, shards, shards_with_rows, token_positions
 from wllm_ray.positions import feature_rows_of
 

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from wllm_ray.dataset.files import DatasetFiles
-from wllm_ray.dataset.rowtable import good_rows, token_arrays
+from wllm_ray.dataset.reading.files import DatasetFiles
+from wllm_ray.dataset.reading.rowtable import good_rows, token_arrays
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.positions import is_of_tokens, resolve
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from wllm_ray._version import __version__
-from wllm_ray.dataset.files import DatasetFiles, open_manifest
-from wllm_ray.dataset.manifest import Manifest
-from wllm_ray.dataset.store import Root, open_store
+from wllm_ray.dataset.format.manifest import Manifest
+from wllm_ray.dataset.reading.files import DatasetFiles, open_manifest
+from wllm_ray.dataset.stores.store import Root, open_store
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import InvalidInputError, StorageError
 from wllm_ray.export.parquet import write_hf, write_parquet

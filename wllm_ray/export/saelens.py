@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from wllm_ray.dataset.files import DatasetFiles
-from wllm_ray.dataset.manifest import Manifest
+from wllm_ray.dataset.format.manifest import Manifest
+from wllm_ray.dataset.reading.files import DatasetFiles
 from wllm_ray.export.rows import offsets_of, shards_with_rows, token_positions, tokens_of
 from wllm_ray.extras import require_extra
 from wllm_ray.positions import is_of_tokens

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from wllm_ray.dataset.dtypes import narrow
-from wllm_ray.dataset.files import DatasetFiles
+from wllm_ray.dataset.format.dtypes import narrow
+from wllm_ray.dataset.reading.files import DatasetFiles
 from wllm_ray.digest import canonical_json, parse_json
 from wllm_ray.export.rows import offsets_of, shards, token_positions, tokens_of
 from wllm_ray.extras import require_extra

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from wllm_ray.dataset.manifest import DatasetSpec, Receipt
+from wllm_ray.dataset.format.manifest import DatasetSpec, Receipt
 from wllm_ray.records import Chunk
 
 __all__ = ["Progress", "ProgressLines", "RowCount"]

@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from wllm_ray.dataset.store import open_store
+from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import IntegrityError, InvalidInputError, StorageError
 from wllm_ray.records import InputRow
 from wllm_ray.rows import (

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from wllm_ray.coordinator import Coordinator, FlowLimits
-from wllm_ray.dataset.conflict import RowsOf
-from wllm_ray.dataset.layout import folder, manifest_key
-from wllm_ray.dataset.manifest import DatasetSpec, Manifest, Receipt
-from wllm_ray.dataset.store import Store
-from wllm_ray.dataset.writer import StageResult, create_spec, staged_shards
+from wllm_ray.dataset.format.layout import folder, manifest_key
+from wllm_ray.dataset.format.manifest import DatasetSpec, Manifest, Receipt
+from wllm_ray.dataset.stores.store import Store
+from wllm_ray.dataset.writing.conflict import RowsOf
+from wllm_ray.dataset.writing.writer import StageResult, create_spec, staged_shards
 from wllm_ray.errors import ConflictError
 from wllm_ray.job.progress import Progress
 from wllm_ray.plan import Shard

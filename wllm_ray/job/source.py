@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeAlias
 
-from wllm_ray.dataset.manifest import DatasetSpec
-from wllm_ray.dataset.spec import build_spec
+from wllm_ray.dataset.format.manifest import DatasetSpec
+from wllm_ray.dataset.writing.spec import build_spec
 from wllm_ray.plan import Shard, ShardLimits
 from wllm_ray.records import InputRow, RowRecord
 from wllm_ray.requests import Selection, Served, traced

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from wllm_ray.dataset.layout import folder
-from wllm_ray.dataset.manifest import Receipt
-from wllm_ray.dataset.shard import ROWS_SCHEMA, decode_rows, read_failure
-from wllm_ray.dataset.store import Store
+from wllm_ray.dataset.format.layout import folder
+from wllm_ray.dataset.format.manifest import Receipt
+from wllm_ray.dataset.format.rows import ROWS_SCHEMA, decode_rows, read_failure
+from wllm_ray.dataset.stores.store import Store
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import NotFoundError
 from wllm_ray.job.run import JobOutcome

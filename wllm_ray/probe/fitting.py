@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from wllm_ray.dataset.manifest import Manifest
+from wllm_ray.dataset.format.manifest import Manifest
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.extras import require_extra
@@ -30,7 +30,7 @@ _LISTED = 5
 
 
 class LabelledDataset(Protocol):
-    """What a probe needs of an :class:`~wllm_ray.dataset.reader.ActivationDataset`."""
+    """What a probe needs of an :class:`~wllm_ray.dataset.reading.reader.ActivationDataset`."""
 
     @property
     def row_ids(self) -> Sequence[str]:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wllm_ray.dataset.files import open_manifest
-from wllm_ray.dataset.manifest import Manifest
-from wllm_ray.dataset.reader import ActivationDataset, FailedRow, load_dataset
-from wllm_ray.dataset.store import Root, open_store
-from wllm_ray.dataset.verify import VerifyReport, verify_dataset
+from wllm_ray.dataset.format.manifest import Manifest
+from wllm_ray.dataset.reading.files import open_manifest
+from wllm_ray.dataset.reading.reader import ActivationDataset, FailedRow, load_dataset
+from wllm_ray.dataset.reading.verify import VerifyReport, verify_dataset
+from wllm_ray.dataset.stores.store import Root, open_store
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.positions import is_of_tokens, resolve
 from wllm_ray.report.measure import Peak, SiteStats, measure

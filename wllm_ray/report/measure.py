@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wllm_ray.dataset.reader import ActivationDataset
+from wllm_ray.dataset.reading.reader import ActivationDataset
 from wllm_ray.report.sample import Sample
 
 __all__ = ["Common", "Norms", "Peak", "SiteStats", "measure"]

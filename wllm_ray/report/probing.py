@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wllm_ray.dataset.manifest import Manifest
-from wllm_ray.dataset.reader import ActivationDataset
+from wllm_ray.dataset.format.manifest import Manifest
+from wllm_ray.dataset.reading.reader import ActivationDataset
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.positions import feature_rows_of

@@ -1,0 +1,1 @@
+"""From a storage root to arrays: opened, checked, picked, verified."""

@@ -1,0 +1,1 @@
+"""Storage roots behind few primitives: a folder, an object store, memory."""

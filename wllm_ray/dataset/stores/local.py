@@ -1,0 +1,297 @@
+"""A storage root in a local folder, durable on return.
+
+Written as: temporary sibling → write → fsync → link (create) or rename (overwrite) → fsync of the
+folder. ``link`` fails where the name exists, also on NFS, which makes create-only without locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import re
+import socket
+import stat
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from wllm_ray.dataset.stores.buffers import Buffers, sha256_of, views
+from wllm_ray.dataset.stores.keys import TEMPORARY_PREFIX, check_key
+from wllm_ray.dataset.stores.probing import probe_store
+from wllm_ray.dataset.stores.ranges import check_ranges, expect_whole
+from wllm_ray.dataset.stores.store import Probe, PutMode, Stored
+from wllm_ray.errors import AlreadyExistsError, IntegrityError, NotFoundError, StorageError
+
+__all__ = ["LocalStore"]
+
+_PRIVATE_FOLDER = 0o700
+_PRIVATE_FILE = 0o600
+# Below this a thread costs more than hashing.
+_HASHED_ALONGSIDE = 1 << 20
+
+
+class LocalStore:
+    """The store contract over one folder. Symbolic links that leave the root are refused."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+
+    @property
+    def uri(self) -> str:
+        """The folder's absolute path."""
+        return str(self._root)
+
+    def put(self, key: str, data: Buffers, *, mode: PutMode = "create") -> bool:
+        """Write one object; see :meth:`.store.Store.put`."""
+        path = self._writable_path(key)
+        buffers = views(data)
+        # Looking first leaves the folder as it was where a finished job is run again; the link
+        # decides between writers.
+        if not (mode == "create" and path.exists()) and self._write(path, buffers, mode):
+            return True
+        if not path.is_file():
+            raise StorageError(
+                f"could not write {key} under the storage root {self.uri}: something that is no "
+                "file stands there; move it away and run again"
+            )
+        with _storage_errors("read", key, self.uri):
+            is_same = path.read_bytes() == b"".join(buffers)
+        if not is_same:
+            raise AlreadyExistsError(
+                f"{key} exists already under {self.uri} with other bytes; it was left as it is"
+            )
+        return False
+
+    def _write(self, path: Path, buffers: list[memoryview], mode: PutMode) -> bool:
+        with _storage_errors("write", path.name, self.uri), _temporary(path.parent) as temporary:
+            _write(temporary, buffers)
+            created = True
+            if mode == "create":
+                created = _link(temporary, path)
+            else:
+                temporary.replace(path)
+            _sync_folder(path.parent)
+        return created
+
+    def put_content(self, prefix: str, suffix: str, data: Buffers) -> Stored:
+        """Write one object under its content name; see :meth:`.store.Store.put_content`."""
+        parent = self._writable_path(prefix + suffix).parent
+        buffers = views(data)
+        with _storage_errors("write", prefix, self.uri), _temporary(parent) as temporary:
+            sha256 = _write_and_hash(temporary, buffers)
+            key = f"{prefix}{sha256[:16]}{suffix}"
+            # A file of this name may be damaged; these bytes are known to be right.
+            temporary.replace(self._writable_path(key))
+            _sync_folder(parent)
+        return Stored(key, sum(map(len, buffers)), sha256)
+
+    def get(self, key: str) -> bytes:
+        """Read one object; see :meth:`.store.Store.get`."""
+        with self.open(key) as stream, _storage_errors("read", key, self.uri):
+            return stream.read()
+
+    def open(self, key: str) -> BinaryIO:
+        """One object as a stream; see :meth:`.store.Store.open`."""
+        path = self._path(key)
+        with _storage_errors("read", key, self.uri):
+            if path.is_file():
+                with contextlib.suppress(FileNotFoundError):  # it has just gone
+                    return path.open("rb")
+        raise NotFoundError(f"no {key} under {self.uri}", code="object_not_found")
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        """Bytes of one object; see :meth:`.store.Store.get_range`."""
+        return bytes(self.get_ranges(key, [(start, stop)])[0])
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Several ranges of one object; see :meth:`.store.Store.get_ranges`."""
+        check_ranges(key, ranges)
+        with self.open(key) as stream, _storage_errors("read", key, self.uri):
+            found = [_read_range(stream.fileno(), start, stop) for start, stop in ranges]
+        for (start, stop), part in zip(ranges, found, strict=True):
+            expect_whole(key, self.uri, stop - start, len(part))
+        return found
+
+    def size(self, key: str) -> int | None:
+        """Bytes of one object, or None; see :meth:`.store.Store.size`."""
+        found = self._stat(key)
+        return None if found is None else found.st_size
+
+    def modified(self, key: str) -> datetime | None:
+        """When one object was written, or None; see :meth:`.store.Store.modified`."""
+        found = self._stat(key)
+        return None if found is None else datetime.fromtimestamp(found.st_mtime, UTC)
+
+    def list(self, prefix: str) -> list[tuple[str, int]]:
+        """(key, bytes) of every file below a folder; see :meth:`.store.Store.list`."""
+        with _storage_errors("list", prefix, self.uri):
+            return sorted(self._walk(prefix))
+
+    def delete(self, key: str) -> None:
+        """Remove one object; see :meth:`.store.Store.delete`."""
+        path = self._path(key)
+        with _storage_errors("delete", key, self.uri):
+            path.unlink(missing_ok=True)
+
+    def local_path(self, key: str) -> Path | None:
+        """The object's file, all links resolved."""
+        return self._path(key)
+
+    def probe(self) -> Probe:
+        """Find out by trying; see :meth:`.store.Store.probe`."""
+        return probe_store(self)
+
+    def _stat(self, key: str) -> os.stat_result | None:
+        path = self._path(key)
+        with _storage_errors("read", key, self.uri):
+            try:
+                found = path.stat()
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    return None
+                raise
+        # Objects are regular files; opening a pipe would wait for a writer for ever.
+        return found if stat.S_ISREG(found.st_mode) else None
+
+    def _path(self, key: str) -> Path:
+        check_key(key)
+        root = os.path.realpath(self._root)
+        path = os.path.realpath(os.path.join(root, key))  # noqa: PTH118 (realpath twice as fast)
+        if not path.startswith(root.rstrip("/") + "/"):
+            raise IntegrityError(
+                f"{key} is a symbolic link that leaves the storage root {self.uri}; "
+                f"copy what it points to into the root",
+                code="name_invalid",
+            )
+        return Path(path)
+
+    def _writable_path(self, key: str) -> Path:
+        path = self._path(key)
+        with _storage_errors("create the folder of", key, self.uri):
+            _make_folders(path.parent)
+        return path
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, int]]:
+        try:
+            entries = sorted(os.scandir(self._path(prefix)), key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            key = f"{prefix}/{entry.name}"
+            if entry.is_symlink() and self._path(key).is_symlink():
+                continue  # it leads to itself
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._walk(key)
+            elif entry.is_file():
+                with contextlib.suppress(FileNotFoundError):  # a temporary that has just gone
+                    yield key, entry.stat().st_size
+
+
+@contextlib.contextmanager
+def _storage_errors(verb: str, key: str, root: str) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else type(error).__name__
+        raise StorageError(
+            f"could not {verb} {key} under the storage root {root}: {reason}; nothing half-written "
+            f"was left. Check its space and permissions, and run again"
+        ) from error
+
+
+@contextlib.contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """A name in the same folder that no other writer has, removed whatever happens."""
+    host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
+    # Host and process tell a person whose it is. They come again in the next container, where
+    # what a killed writer left would be in the way.
+    path = folder / f"{TEMPORARY_PREFIX}{host}-{os.getpid()}-{uuid.uuid4().hex[:16]}"
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _write_and_hash(path: Path, buffers: list[memoryview]) -> str:
+    """Both at once: they release the interpreter lock, so it takes as long as the slower one."""
+    if sum(map(len, buffers)) < _HASHED_ALONGSIDE:
+        _write(path, buffers)
+        return sha256_of(buffers)
+    hashing = _hashers(os.getpid()).submit(sha256_of, buffers)
+    try:
+        _write(path, buffers)
+    finally:
+        sha256 = hashing.result()  # waited for in any case: the buffers are the caller's
+    return sha256
+
+
+@functools.cache
+def _hashers(_process: int) -> ThreadPoolExecutor:
+    """Threads that hash, kept, since starting one costs milliseconds; a fork gets its own."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="wllm-hash")
+
+
+def _write(path: Path, buffers: list[memoryview]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE)
+    try:
+        for buffer in buffers:
+            done = 0
+            while done < len(buffer):
+                done += os.write(descriptor, buffer[done:])
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_range(descriptor: int, start: int, stop: int) -> memoryview:
+    """Bytes from ``start`` up to ``stop``, or to the end of the file where that comes first."""
+    # Nothing is set aside for bytes that are not there.
+    there = max(0, min(stop, os.fstat(descriptor).st_size) - start)
+    found = memoryview(bytearray(there))
+    done = 0
+    while read := os.preadv(descriptor, [found[done:]], start + done):
+        done += read
+    return found[:done].toreadonly()
+
+
+def _link(temporary: Path, path: Path) -> bool:
+    """Give the file its final name; False if the name was taken.
+
+    A network file system may lose the answer to a link that worked: the link count tells.
+    """
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return temporary.stat().st_nlink > 1
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+            raise StorageError(
+                f"the file system of {path.parent} has no hard links, so create-only writes are "
+                f"not possible there; choose another storage root"
+            ) from error
+        raise
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_folders(folder: Path) -> None:
+    if folder.is_dir():
+        return
+    _make_folders(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=_PRIVATE_FOLDER)
+    _sync_folder(folder.parent)

@@ -1,0 +1,1 @@
+"""What is done with datasets afterwards: inspect, clean up, give up, merge."""

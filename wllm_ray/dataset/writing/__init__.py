@@ -1,0 +1,1 @@
+"""From captured chunks to a committed dataset: spec, shards with receipts, manifest."""

@@ -1,0 +1,107 @@
+"""Captured values that must not be stored: NaN, infinity, vectors of zeros, what does not fit."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wllm_ray.dataset.format.dtypes import all_finite, is_exact, is_finite, narrow
+from wllm_ray.dataset.format.manifest import DatasetSpec
+from wllm_ray.records import CapturedChunk, RowFailure
+
+__all__ = ["Screen"]
+
+
+class Screen:
+    """Reads the values of a chunk once, and those of a single row only where there is a reason.
+
+    Args:
+        spec: Names the sites, their widths, and the dtype that they are stored in.
+        chunk: What was captured.
+
+    Attributes:
+        stored: [feature rows, sum of the widths], the values as they are stored; those of rows
+            that fail may be anything.
+    """
+
+    def __init__(self, spec: DatasetSpec, chunk: CapturedChunk) -> None:
+        self._sites = spec.sites
+        self._dtype = spec.dtype
+        self._ends = tuple(accumulate(spec.site_widths))
+        self._starts = (0, *self._ends[:-1])
+        self._features = chunk.features
+        self.stored = narrow(chunk.features, spec.dtype)
+        self._is_finite = all_finite(chunk.features, "float32")
+        self._fits = spec.dtype == "float32" or (
+            all_finite(self.stored, spec.dtype) and is_exact(chunk.features, spec.dtype)
+        )
+        # [feature rows, sites]: a vector that does not begin with zero need not be read. In
+        # bfloat16 only what is zero in float32 is zero as well.
+        values = self.stored if spec.dtype == "float16" else chunk.features
+        self._suspects = values[:, self._starts] == 0
+        self._is_fine = self._is_finite and self._fits and not self._suspects.any()
+
+    def failure(self, start: int, stop: int) -> RowFailure | None:
+        """Why the row that these feature rows are of must not be stored; None where it may be."""
+        if self._is_fine:
+            return None
+        return (
+            self._non_finite(start, stop)
+            or self._all_zero(start, stop)
+            or self._does_not_fit(start, stop)
+        )
+
+    def _non_finite(self, start: int, stop: int) -> RowFailure | None:
+        values = self._features[start:stop]
+        if self._is_finite or all_finite(values, "float32"):
+            return None
+        return RowFailure.of(
+            "non_finite", f"{self._first(~np.isfinite(values), 'holds NaN or infinity')}"
+        )
+
+    def _all_zero(self, start: int, stop: int) -> RowFailure | None:
+        for at, site in _places(self._suspects[start:stop]):
+            columns = slice(self._starts[site], self._ends[site])
+            place = f"{self._sites[site]} is zero at feature row {at} of the row"
+            if not self._features[start + at, columns].any():
+                return RowFailure.of("all_zero", f"every value of {place}")
+            if not self.stored[start + at, columns].any():
+                return RowFailure.of(
+                    "storage_overflow",
+                    f"every value of {place} once it is rounded to {self._dtype}; store float32",
+                )
+        return None
+
+    def _does_not_fit(self, start: int, stop: int) -> RowFailure | None:
+        """What float16 has no room for, or what bfloat16 would round."""
+        if self._fits:
+            return None
+        values = self._features[start:stop]
+        wrong = ~is_finite(self.stored[start:stop], self._dtype)
+        if wrong.any():
+            at, column = np.argwhere(wrong)[0].tolist()
+            said = f"holds {values[at, column]:.6g}, which is too large for {self._dtype}"
+        elif not is_exact(values, self._dtype):
+            wrong = np.ascontiguousarray(values).view("<u4") & 0xFFFF != 0
+            said = f"holds values that {self._dtype} would round, though it is the engine's dtype"
+        else:
+            return None
+        return RowFailure.of("storage_overflow", f"{self._first(wrong, said)}; store float32")
+
+    def _first(self, wrong: NDArray[np.bool_], said: str) -> str:
+        """What is said of the site that has the first wrong value, and where that is."""
+        at, column = np.argwhere(wrong)[0].tolist()
+        site = int(np.searchsorted(self._ends, column, side="right"))
+        return (
+            f"{self._sites[site]} {said}, first at feature row {at} of the row, component "
+            f"{column - self._starts[site]}"
+        )
+
+
+def _places(mask: NDArray[Any]) -> list[list[int]]:
+    """Where a [feature rows, sites] mask holds."""
+    places: list[list[int]] = np.argwhere(mask).tolist() if mask.any() else []
+    return places
