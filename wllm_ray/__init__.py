@@ -36,3 +36,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not."""
+    return sorted(__all__)

@@ -250,7 +250,7 @@ _CODES: dict[type[WLLMError], dict[str, str]] = {
         "persistence_not_offered": "A persistence that this deployment does not offer.",
         "storage_dtype_not_offered": "The engine computes in a dtype that is not stored as it is.",
         "parallelism_not_offered": "Tensor or pipeline parallelism above 1 together with capture.",
-        "feature_not_offered": "Attention weights, interventions, LoRA or speculative decoding.",
+        "feature_not_offered": "What is not done here; the message says what to do instead.",
         "vllm_version_not_offered": "A vLLM version without a profile, and no permission to try.",
         "failures_not_representable": "npy carries no row failures, and there are some.",
         "widths_not_representable": "One array holds one width, and the sites differ in width.",

@@ -70,6 +70,21 @@ class StorageOptions:
     mixed_fingerprints: bool = False
     full_trace: bool = False
 
+    @classmethod
+    def of(cls, given: StorageOptions | None) -> StorageOptions:
+        """What was given, or the defaults.
+
+        Raises:
+            InvalidInputError: Something else was given (``invalid_argument``).
+        """
+        if given is not None and not isinstance(given, cls):
+            raise InvalidInputError(
+                f"storage is StorageOptions(…), for example "
+                f"StorageOptions(storage_dtype='native'); found {given!a:.80}",
+                code="invalid_argument",
+            )
+        return given or cls()
+
     def __post_init__(self) -> None:
         """Refuse what is no such option.
 

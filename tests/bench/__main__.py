@@ -37,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     names = [one.name for one in BENCHMARKS]
-    parser.add_argument("--out", type=Path, required=True, help="folder for results and files")
+    parser.add_argument(
+        "--out", type=Path, default=Path(".bench"), help="folder for results and files"
+    )
     parser.add_argument(
         "--only", nargs="+", default=[], choices=names, metavar="NAME", help=", ".join(names)
     )

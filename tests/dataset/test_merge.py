@@ -244,3 +244,12 @@ def test_a_damaged_receipt_of_a_source(store):
     key = "datasets/b/shard-00000.receipt.json"
     store.put(key, store.get(key).replace(b'"engine"', b'"Engine"'), mode="overwrite")
     refused(store, "not the one that the manifest was made from", "digest_mismatch", IntegrityError)
+
+
+@pytest.mark.requirement("L-4", "D-3")
+def test_one_dataset_is_copied_to_another_root_under_its_own_id(tmp_path):
+    here, there = open_store(tmp_path / "here"), open_store(tmp_path / "there")
+    original = write_dataset(here, make_rows(5, failed=[1]), dataset_id="a")
+    copied = merge_datasets(here, ["a"], "a", to_root=there)
+    assert copied.content_sha256 == original.content_sha256
+    assert verify_dataset(there, "a").ok

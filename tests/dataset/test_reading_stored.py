@@ -210,3 +210,12 @@ def test_a_trace_is_decoded_once(store, monkeypatch):
     for row_id in dataset.row_ids * 2:
         dataset.trace(row_id)
     assert read == [0, 1]
+
+
+def test_what_a_notebook_shows_is_short(local):
+    rows = make_rows(3)
+    trace = TraceSpec(sites=("L1_resid_post", "final_norm"), site_widths=(4, 4))
+    write_dataset(local, rows, trace=trace)
+    dataset = load_dataset(local, "d")
+    assert repr(dataset.trace("r-0")) == "Trace(2 tokens × 2 sites)"
+    assert repr(dataset.select(["r-0"])) == "Batch(1 feature rows × 4)"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import wllm_ray
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -111,3 +113,8 @@ def test_what_is_imported_on_request_is_in_the_extra_that_its_error_names():
             assert DISTRIBUTIONS.get(package, package) in map(name_of, needs), (path, package)
             found.add(package)
     assert found == {"datasets", "jinja2", "matplotlib", "safetensors", "sklearn"}
+
+
+def test_the_public_names_can_be_found_before_they_are_imported():
+    assert {"StorageOptions", "VLLMEngine", "load_dataset"} <= set(dir(wllm_ray))
+    assert set(dir(wllm_ray)) == set(wllm_ray.__all__)

@@ -268,6 +268,12 @@ def test_what_cannot_be_is_refused_before_anything_runs(engine, low, tmp_path):
     ):
         with pytest.raises(InvalidInputError):
             engine.stream_to_disk(rows(), tmp_path, **asked)
+    with pytest.raises(InvalidInputError, match=r"storage is StorageOptions\(…\).*found 'native'"):
+        engine.stream_to_disk(rows(), tmp_path, storage="native")
+    with pytest.raises(InvalidInputError, match="storage_dtype is one of float32, native, float16"):
+        StorageOptions(storage_dtype="bfloat16")
+    with pytest.raises(InvalidInputError, match="rows_per_shard is a whole number from 1; found 0"):
+        StorageOptions(rows_per_shard=0)
     engine.set_active_sites(["embed", WIDE])
     with pytest.raises(InvalidInputError, match="per_site"):
         engine.stream_to_disk(rows(), tmp_path, storage=StorageOptions(shard_layout="stacked"))

@@ -148,7 +148,7 @@ class AsyncWLLMClient:
                 "sees it. Pass it to the client, or use persist=False to get the dataset in memory",
                 code="invalid_argument",
             )
-        storage = storage or StorageOptions()
+        storage = StorageOptions.of(storage)
         if storage.full_trace and not persist:
             raise InvalidInputError(
                 "full_trace keeps traces on the application's storage root; ask for it with "

@@ -224,7 +224,7 @@ class ActivationEngine:
             selection,
             _source(inputs, row_ids, metadata),
             dataset_id,
-            storage=storage or StorageOptions(),
+            storage=StorageOptions.of(storage),
         )
         spec, store = spec_of(plan), open_store(root)
 

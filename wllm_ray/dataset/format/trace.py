@@ -42,6 +42,9 @@ class Trace(NamedTuple):
     token_ids: NDArray[np.int32]
     sites: dict[str, NDArray[np.float32]]
 
+    def __repr__(self) -> str:
+        return f"Trace({len(self.token_ids)} tokens × {len(self.sites)} sites)"
+
 
 def features_of_traces(
     asked: Asked, values: NDArray[np.float32], lengths: Sequence[int]

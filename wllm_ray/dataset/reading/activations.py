@@ -208,8 +208,9 @@ class ActivationDataset:
         """
         if self.manifest.trace is None:
             raise NotOfferedError(
-                f"dataset {self.manifest.dataset_id!r} holds no traces; capture it under another "
-                f"id with persistence `full_trace` to have them",
+                f"dataset {self.manifest.dataset_id!r} holds no traces; to have them, capture it "
+                f"under another id with StorageOptions(full_trace=True), or over HTTP with "
+                f"persistence `full_trace`",
                 code="feature_not_offered",
             )
         return self._rows.trace(row_id)

@@ -43,6 +43,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.features)
 
+    def __repr__(self) -> str:
+        shape = " × ".join(map(str, self.features.shape[1:]))
+        return f"Batch({len(self)} feature rows × {shape})"
+
     @property
     def row_ids(self) -> list[str]:
         """For each feature row, the id of the row that it belongs to; made when asked for."""

@@ -206,7 +206,9 @@ def _expect_recorded(store: Store, key: str, found: str, recorded: str) -> None:
 def _advice(store: Store, key: str) -> str:
     """What to do about a file that is not what its record says; the key is in its folder."""
     if store.size(f"{key.rpartition('/')[0]}/{MANIFEST_NAME}") is None:
-        return "Restore it, or remove the shard's receipt to capture it again"
+        return (
+            "Restore it, or remove the shard's receipt while no job is running, to capture it again"
+        )
     return (
         "The dataset is committed, so nothing of it is captured again: restore the file from a "
         "copy, or capture under another dataset id"

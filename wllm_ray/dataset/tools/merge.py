@@ -63,7 +63,8 @@ def merge_datasets(
 ) -> Manifest:
     """Write a new dataset that holds the rows of committed ones, one after the other.
 
-    The sources are verified while they are read, and stay as they are.
+    The sources are verified while they are read, and stay as they are. One source alone is copied:
+    to another root it may keep its id.
 
     Args:
         root: Where the sources lie.
@@ -74,8 +75,8 @@ def merge_datasets(
         on_bytes: Told how many bytes are written, of how many.
 
     Raises:
-        InvalidInputError: No source, one that is listed twice, or the new one among them
-            (``invalid_argument``).
+        InvalidInputError: No source, one that is listed twice, or the new one among them, where
+            it is to lie under the same root (``invalid_argument``).
         NotFoundError: A source is not committed (``dataset_not_found``).
         ConflictError: The sources differ in what was asked, or share a row id
             (``dataset_conflict``), or come from engines that may differ (``mixed_fingerprints``);
@@ -83,9 +84,9 @@ def merge_datasets(
         IntegrityError: A source is damaged.
         StorageError: A root failed to read or write.
     """
-    _check_names(sources, into)
     store = open_store(root)
     target = store if to_root is None else open_store(to_root)
+    _check_names(sources, into, is_elsewhere=target.uri != store.uri)
     opened = [DatasetFiles(store, open_manifest(store, one), "lazy") for one in sources]
     _expect_alike([files.manifest for files in opened])
     mixed = mixed_fingerprints or any(files.manifest.mixed_fingerprints for files in opened)
@@ -99,9 +100,10 @@ def merge_datasets(
     return commit_manifest(target, into)
 
 
-def _check_names(sources: Sequence[str], into: str) -> None:
+def _check_names(sources: Sequence[str], into: str, *, is_elsewhere: bool) -> None:
     check_dataset_id(into)
-    repeated = [one for one in sources if sources.count(one) > 1 or one == into]
+    names = [*sources] if is_elsewhere else [*sources, into]
+    repeated = [one for one in names if names.count(one) > 1]
     if repeated or not sources:
         found = f"found {repeated[0]!a} twice" if repeated else "found none"
         raise InvalidInputError(
