@@ -28,8 +28,8 @@ __all__ = [
     "parse_json",
     "request_digest",
     "requests_digest",
-    "sha256_hex",
     "rows_digest",
+    "sha256_hex",
     "token_digest",
 ]
 
