@@ -38,7 +38,7 @@ from wllm_ray.cli.options import (
     selection_of,
 )
 from wllm_ray.cli.outcome import report
-from wllm_ray.cli.reporting import fail, reports_errors, say
+from wllm_ray.cli.reporting import counted, fail, reports_errors, say
 from wllm_ray.dataset.stores.probing import expect_create_only
 from wllm_ray.dataset.stores.store import Store, open_store
 from wllm_ray.errors import InvalidInputError, StorageError, WLLMError
@@ -211,7 +211,8 @@ async def _run(
     store = open_store(root)
     await asyncio.to_thread(expect_create_only, store)
     spec = await asyncio.to_thread(spec_of, plan)
-    say(f"dataset {spec.dataset_id}: {spec.rows} rows in {len(spec.shards)} shards, under {root}")
+    size = f"{counted(spec.rows, 'row')} in {counted(len(spec.shards), 'shard')}"
+    say(f"dataset {spec.dataset_id}: {size}, under {root}")
     backend, selection = RayBackend(joined.replicas, root), plan.selection
     work = Job(
         spec=spec,

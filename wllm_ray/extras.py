@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["require_extra"]
+__all__ = ["not_installed", "require_extra"]
 
 
 def require_extra(module: str, extra: str = "probe") -> Any:
@@ -17,7 +17,11 @@ def require_extra(module: str, extra: str = "probe") -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"this needs {error.name}, which is not installed: pip install 'wllm-ray[{extra}]'",
-            name=error.name,
-        ) from None
+        raise not_installed(error, f"pip install '.[{extra}]' in a checkout of wllm_ray") from None
+
+
+def not_installed(error: ModuleNotFoundError, how: str) -> ModuleNotFoundError:
+    """The same error with a message that says how to get what is missing."""
+    return ModuleNotFoundError(
+        f"this needs {error.name}, which is not installed: {how}", name=error.name
+    )

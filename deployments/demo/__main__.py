@@ -202,9 +202,13 @@ def _capture(target: Target) -> None:
 
 
 def _wait_ready(server: subprocess.Popen[bytes], url: str) -> None:
-    """Wait as a person would, but give up early: ``serve run`` itself outlives a failure."""
-    arguments = ("wait-ready", "--base-url", url, "--timeout", str(READY_SECONDS))
-    waiting = run_client([*WLLM, *arguments])
+    """Wait as a person would, but give up early: ``serve run`` itself outlives a failure.
+
+    Of a failure the log tells. Ray's dashboard is not asked: only the server knows its token, and
+    what listens at the usual port may be that of another cluster.
+    """
+    where = ("--base-url", url, "--dashboard-url", "")
+    waiting = run_client([*WLLM, "wait-ready", *where, "--timeout", str(READY_SECONDS)])
     while waiting.poll() is None and server.poll() is None and not _has_failed():
         time.sleep(0.5)
     if waiting.poll() is None:

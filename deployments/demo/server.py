@@ -101,8 +101,9 @@ def _die_with_parent() -> None:
 
 
 def _client_environment() -> dict[str, str]:
-    """Ours, without an API key: one that is set belongs to another server."""
-    return {name: value for name, value in os.environ.items() if name != "WLLM_API_KEY"}
+    """Ours, without what belongs to other servers: an API key, and the cluster to join."""
+    ours = {name: value for name, value in os.environ.items() if name != "WLLM_API_KEY"}
+    return ours | {"RAY_ADDRESS": "local"}
 
 
 def _environment() -> dict[str, str]:
@@ -113,7 +114,6 @@ def _environment() -> dict[str, str]:
     directory.
     """
     return _client_environment() | {
-        "RAY_ADDRESS": "local",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -160,6 +160,8 @@ def site_values(rows, spec, site: int) -> np.ndarray:
     array = np.asarray(values, dtype=np.float32).reshape(-1, width)
     if spec.dtype == "bfloat16":  # what an engine in that dtype computes
         array = (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    if (spec.storage_dtype, spec.dtype) == ("native", "float16"):
+        array = array.astype(np.float16).astype(np.float32)
     return array
 
 

@@ -10,6 +10,7 @@ from dataset_builders import capture, make_rows, make_spec, rows_of, write_datas
 from typer.testing import CliRunner
 
 from wllm_ray.cli import app
+from wllm_ray.cli.datasets import FIRST_FEW, _shown
 from wllm_ray.dataset.format.layout import receipt_key
 from wllm_ray.dataset.reading.verify import verify_dataset
 from wllm_ray.dataset.writing.writer import create_spec, stage_shard
@@ -62,12 +63,43 @@ def test_several_datasets_are_verified_and_one_fault_is_enough(root, store):
         lines = result.stdout.splitlines()
         assert [line.partition(":")[0] for line in lines] == [
             "a",
-            f"fault [digest_mismatch] {name}",
             "b",
+            f"  fault [digest_mismatch] {name}",
+            "1 of 2 datasets has faults",
         ]
+        assert lines[-1].endswith(": b")
         assert "restore it from a copy" in result.stderr
         reports = run("verify", root, *which, "--json", code=2).stdout.splitlines()
         assert [json.loads(line)["ok"] for line in reports] == [True, False]
+
+
+def test_a_dataset_that_is_not_there_does_not_keep_the_others_from_being_verified(root, store):
+    for one in "ab":
+        damage(store, write_dataset(store, make_rows(6), dataset_id=one))
+    write_dataset(store, make_rows(6), dataset_id="c")
+    result = run("verify", root, "a", "nope", "b", "c", code=2)
+    assert result.stdout.splitlines()[-1] == (
+        "2 of 4 datasets have faults: a, b; 1 of 4 datasets is not committed: nope"
+    )
+    assert "error [dataset_not_found]: no committed dataset 'nope'" in result.stderr
+    assert result.stderr.count("restore it from a copy") == 1
+    reports = run("verify", root, "c", "nope", "--json", code=2).stdout.splitlines()
+    assert [json.loads(line)["ok"] for line in reports] == [True, False]
+    assert json.loads(reports[1])["error"]["code"] == "dataset_not_found"
+    assert run("verify", root, "c", "c").stdout.endswith("no fault in 2 datasets\n")
+
+
+def test_an_id_that_cannot_be_is_refused_before_anything_is_read(root, store):
+    write_dataset(store, make_rows(6), dataset_id="a")
+    assert not run("verify", root, "a", "../up", code=2).stdout
+
+
+def test_files_without_a_record_are_for_gc(root, store):
+    write_dataset(store, make_rows(6))
+    store.put("datasets/d/.tmp-host-1-1", b"four")
+    result = run("verify", root, "d")
+    assert "  note: datasets/d/.tmp-host-1-1: 4 bytes, no record" in result.stdout
+    assert "`wllm gc` lists files that have no record" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -77,7 +109,7 @@ def test_several_datasets_are_verified_and_one_fault_is_enough(root, store):
         (["--all"], "no dataset is committed under"),
         (["begun"], "begun but not committed: 1 shard(s) are staged"),
         (["x"], "committed there: none"),
-        ([], "expected ROOT DATASET_ID"),
+        ([], "ROOT/datasets/DATASET_ID, or --all for every dataset under ROOT; found"),
     ],
 )
 def test_what_cannot_be_verified(root, store, arguments, match):
@@ -110,6 +142,22 @@ def test_a_committed_dataset_is_shown_without_opening_a_shard(root, store):
     assert facts["state"] == "committed"
     assert facts["content_sha256"] == manifest.content_sha256
     assert (facts["dtype"], facts["shard_format"]) == ("float32", "npy")
+
+
+def test_empty_lists_are_dashes_and_long_ones_are_cut(root, store):
+    manifest = write_dataset(store, make_rows(6))
+    rows = make_rows(6)
+    spec = make_spec(rows, dataset_id="whole")
+    create_spec(store, spec)
+    for number in range(len(spec.shards)):
+        part = rows_of(spec, rows, number)
+        stage_shard(store, spec, number, part, [capture(part, spec)])
+    shown = [line.split() for line in run("inspect", root, "whole").stdout.splitlines()]
+    assert ["missing_shards", "–"] in shown
+    assert ", ".join(manifest.sites) in run("inspect", root, "d").stdout
+    sites = [f"L{number}_resid_post" for number in range(110)]
+    cut = ", ".join(sites[:FIRST_FEW])
+    assert _shown(sites) == f"{cut}, … (110 in all; --json lists them)"
 
 
 def test_what_cannot_be_shown(root, store):
@@ -161,6 +209,21 @@ def test_a_damaged_dataset_keeps_everything_and_the_others_are_cleaned(littered,
     assert store.size("datasets/begun/.tmp-host-1-1") == 4
     facts = json.loads(run("gc", littered, "begun", "--json", code=2).stdout)
     assert facts["datasets"][0]["damage"]["code"] == "format_unknown"
+
+
+def test_what_is_no_storage_root_is_no_clean_one(littered, store, tmp_path):
+    refused = run("gc", str(tmp_path / "nowhere"), code=2)
+    assert f"expected a storage root, found no folder {tmp_path}/nowhere" in refused.stderr
+    assert not refused.stdout
+    refused = run("gc", f"{littered}/datasets", code=2)
+    assert f"inside a storage root; name the root, {littered}" in refused.stderr
+    (tmp_path / "datasets").mkdir()
+    assert run("gc", str(tmp_path / "datasets")).stdout == "0 files, 0 bytes can be removed\n"
+
+
+def test_one_shard_is_not_one_shards(root, store):
+    create_spec(store, make_spec(make_rows(2), dataset_id="one"))
+    assert run("gc", root).stdout.startswith("begun: one, 0 of 1 shard staged, ")
 
 
 def test_giving_up_takes_an_id_and_delete(littered, store):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import pickle
 
 import pytest
 from dataset_builders import FAILED_ROW, make_rows, make_spec, stage_all, write_dataset
 from pydantic import ValidationError
 
 from wllm_ray.dataset.format.documents import read_manifest, read_receipt, read_spec
-from wllm_ray.dataset.format.manifest import document_bytes
+from wllm_ray.dataset.format.manifest import DatasetSpec, document_bytes
 from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.digest import canonical_json, sha256_hex
 from wllm_ray.errors import IntegrityError
@@ -309,3 +311,12 @@ def test_receipts_belong_to_their_spec_and_shard():
 def test_a_spec_cannot_be_nonsense(changes, match):
     with pytest.raises(ValidationError, match=match):
         make_spec(make_rows(6), **changes)
+
+
+@pytest.mark.requirement("D-2")
+def test_a_changed_spec_has_another_digest():
+    spec = make_spec(make_rows(5))
+    assert spec.sha256 == hashlib.sha256(document_bytes(spec)).hexdigest()
+    other = spec.model_copy(update={"dataset_id": "other"})
+    assert other.sha256 == hashlib.sha256(document_bytes(other)).hexdigest() != spec.sha256
+    assert pickle.loads(pickle.dumps(spec)) == spec == DatasetSpec(**spec.model_dump())

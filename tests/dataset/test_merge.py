@@ -11,14 +11,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dataset_builders import FAILED_ROW, make_rows, make_spec, stage_all, write_dataset
+from dataset_builders import (
+    FAILED_ROW,
+    capture,
+    features_of,
+    make_rows,
+    make_spec,
+    rows_of,
+    stage_all,
+    write_dataset,
+)
 
 from wllm_ray.dataset.format.manifest import TraceSpec
 from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.reading.verify import verify_dataset
 from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.dataset.tools.merge import merge_datasets
-from wllm_ray.dataset.writing.writer import create_spec, orphans
+from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, orphans, stage_shard
 from wllm_ray.digest import sha256_hex
 from wllm_ray.errors import ConflictError, IntegrityError, InvalidInputError, NotFoundError
 
@@ -253,3 +262,23 @@ def test_one_dataset_is_copied_to_another_root_under_its_own_id(tmp_path):
     copied = merge_datasets(here, ["a"], "a", to_root=there)
     assert copied.content_sha256 == original.content_sha256
     assert verify_dataset(there, "a").ok
+
+
+@pytest.mark.requirement("L-4", "D-3")
+def test_another_capture_of_the_same_rows_is_not_taken_for_this_one(store):
+    """In class tolerance the same rows may have other bytes."""
+    rows = make_rows(5)
+    write_dataset(store, rows, dataset_id="a")
+    spec = make_spec(rows, dataset_id="b")
+    create_spec(store, spec)
+    for shard in range(len(spec.shards)):
+        part = rows_of(spec, rows, shard)
+        other = {row.index: features_of(row, spec) * np.float32(1.5) for row in part}
+        stage_shard(store, spec, shard, part, [capture(part, spec, features=other)])
+    commit_manifest(store, "b")
+    merge_datasets(store, ["a"], "m")
+    with pytest.raises(ConflictError, match="the same rows, captured another time") as error:
+        merge_datasets(store, ["b"], "m")
+    assert error.value.code == "dataset_conflict"
+    features = load_dataset(store, "m").features
+    assert np.array_equal(features, load_dataset(store, "a").features)

@@ -22,7 +22,7 @@ from dataset_builders import (
 
 import wllm_ray
 from wllm_ray.dataset.format.layout import split_dataset_path
-from wllm_ray.dataset.reading import recorded
+from wllm_ray.dataset.reading import maps
 from wllm_ray.dataset.reading.files import list_datasets
 from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.reading.verify import verify_dataset
@@ -158,6 +158,13 @@ def is_mapped(array):
     return any(int(start, 16) <= array.ctypes.data < int(stop, 16) for start, stop in spans)
 
 
+@pytest.fixture
+def map_all(monkeypatch):
+    """Small files are mapped, too."""
+    monkeypatch.setattr(maps, "MAPPED_FROM", 1)
+
+
+@pytest.mark.usefixtures("map_all")
 def test_one_local_shard_is_mapped_and_not_copied(local):
     dataset = one_shard(local)
     assert is_mapped(dataset.features)
@@ -204,9 +211,22 @@ def test_shuffled_batches_are_that_permutation(dataset, ragged, size):
         assert other != expected
 
 
-def test_a_batch_holds_something(dataset):
-    with pytest.raises(InvalidInputError, match="found size 0"):
-        dataset.iter_batches(0)
+@pytest.mark.parametrize("size", [0, 2.5, "4", None])
+def test_a_batch_holds_something(dataset, size):
+    with pytest.raises(InvalidInputError, match=f"integer from 1 on, found size {size!r}"):
+        dataset.iter_batches(size)
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "7"])
+def test_a_seed_is_a_natural_number(dataset, seed):
+    with pytest.raises(InvalidInputError, match=f"integer from 0 on, found seed {seed!r}"):
+        dataset.iter_batches(4, shuffle=True, seed=seed)
+
+
+def test_size_and_seed_may_be_of_numpy(dataset):
+    (batch,) = dataset.iter_batches(np.int32(99), shuffle=True, seed=np.uint64(7))
+    (expected,) = dataset.iter_batches(99, shuffle=True, seed=7)
+    assert batch.row_ids == expected.row_ids
 
 
 def test_select_in_the_order_asked(dataset, ragged, good):
@@ -230,6 +250,10 @@ def test_select_says_why_a_row_is_not_there(dataset, rows):
         dataset.select([rows[1].id])
     with pytest.raises(InvalidInputError, match=r"row 'nobody' has no activation.*no such row"):
         dataset.select(["nobody"])
+    for wrong in (["r-0"], 0, None):
+        with pytest.raises(InvalidInputError, match="a row id is a text, found") as error:
+            dataset.select([wrong])
+        assert error.value.code == "invalid_argument"
 
 
 def test_arrow_table(dataset, ragged, good):
@@ -448,6 +472,7 @@ def test_one_site_with_a_file_to_itself_is_as_one_site(store, rows):
     assert np.shares_memory(dataset.features, dataset.site("L1_resid_post"))
 
 
+@pytest.mark.usefixtures("map_all")
 def test_a_site_with_a_local_file_to_itself_is_mapped_and_not_copied(local):
     torch = pytest.importorskip("torch")
     dataset = one_shard(local, position="all_prompt", sites=SITES, site_widths=WIDTHS)
@@ -464,13 +489,13 @@ def test_a_site_with_a_local_file_to_itself_is_mapped_and_not_copied(local):
 
 def opened_files(monkeypatch):
     opened = []
-    map_file = recorded.map_file
+    map_file = maps.map_file
 
     def recording(path):
         opened.append(path.name)
         return map_file(path)
 
-    monkeypatch.setattr(recorded, "map_file", recording)
+    monkeypatch.setattr(maps, "map_file", recording)
     return opened
 
 

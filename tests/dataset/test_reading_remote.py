@@ -20,7 +20,7 @@ from reading_builders import DTYPES, Recording, write_exact
 from wllm_ray.dataset.format.layout import folder
 from wllm_ray.dataset.reading import files as files_module
 from wllm_ray.dataset.reading import ranged
-from wllm_ray.dataset.reading.cache import ByteCache
+from wllm_ray.dataset.reading.cache import BoundedCache
 from wllm_ray.dataset.reading.ranged import RangedFile
 from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.stores.store import open_store
@@ -179,7 +179,7 @@ def test_what_is_kept_stays_within_the_bound(memory, rows, monkeypatch):
     for shard in (0, 1, 2, 0, 3):
         files.array(shard, 0)
     assert list(files.cache._kept) == [(2, 0), (0, 0), (3, 0)]
-    assert files.cache._bytes <= 3 * size
+    assert files.cache._taken <= 3 * size
 
 
 @pytest.mark.parametrize("verify", ["lazy", "off"])
@@ -239,7 +239,7 @@ def test_threads_fetch_unlike_shards_at_once_and_the_same_one_once(memory, rows)
 
 
 def test_a_load_that_fails_is_tried_again_by_those_who_wait():
-    cache, tries = ByteCache(100), []
+    cache, tries = BoundedCache(100), []
     failing = threading.Event()
 
     def load():

@@ -12,6 +12,7 @@ from dataset_builders import make_rows, write_dataset
 from reading_builders import write_exact
 
 from wllm_ray.dataset.format.manifest import TraceSpec
+from wllm_ray.dataset.reading import maps
 from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.errors import IntegrityError, InvalidInputError, NotOfferedError
 
@@ -108,8 +109,9 @@ def test_stored_arrays_are_read_only(store):
             load_dataset(store, dataset_id).stored()[0] = 0
 
 
-def test_a_dataset_may_have_more_files_than_a_process_may_open(local):
+def test_a_dataset_may_have_more_files_than_a_process_may_open(local, monkeypatch):
     """A map that kept its descriptor would end a dataset of millions of rows."""
+    monkeypatch.setattr(maps, "MAPPED_FROM", 1)
     rows = make_rows(90)
     expected = write_exact(local, rows, per_shard=1)[0]
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -193,7 +195,9 @@ def test_a_trace_by_row_id_or_why_not(store):
         assert np.array_equal(found.sites["L1_resid_post"][-1], traced.features[number])
     with pytest.raises(InvalidInputError, match="it failed with too_long"):
         traced.trace(rows[1].id)
-    with pytest.raises(NotOfferedError, match=r"'plain' holds no traces; .*capture it .*full_trace"):
+    with pytest.raises(
+        NotOfferedError, match=r"'plain' holds no traces; .*capture it .*full_trace"
+    ):
         load_dataset(store, "plain").trace(rows[0].id)
 
 

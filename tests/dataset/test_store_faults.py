@@ -10,6 +10,9 @@ import sys
 
 import pytest
 
+from tests.dataset.dataset_builders import make_rows, write_dataset
+from wllm_ray.dataset.reading.files import list_datasets
+from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.stores import local as local_module
 from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import AlreadyExistsError, IntegrityError, StorageError
@@ -121,6 +124,38 @@ def test_a_link_whose_answer_was_lost_is_recognised(local, monkeypatch):
     assert local.put("a", b"x") is True
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT, errno.ESTALE])
+@pytest.mark.parametrize("worked", [True, False])
+def test_a_link_that_failed_counts_if_the_name_is_this_file(local, monkeypatch, number, worked):
+    real = os.link
+
+    def failing(source, target):
+        if worked:
+            real(source, target)
+        raise OSError(number, "no answer")
+
+    monkeypatch.setattr(local_module.os, "link", failing)
+    if worked:
+        assert local.put("a", b"x") is True
+    else:
+        with pytest.raises(StorageError, match="could not write a"):
+            local.put("a", b"x")
+    assert (local.size("a") == 1) is worked
+
+
+def test_a_backup_that_holds_the_temporary_makes_no_winner(local, tmp_path, monkeypatch):
+    real = os.link
+
+    def late(source, target):
+        real(source, tmp_path / "backup")
+        target.write_bytes(b"another writer's")
+        real(source, target)
+
+    monkeypatch.setattr(local_module.os, "link", late)
+    with pytest.raises(AlreadyExistsError):
+        local.put("a", b"x")
+
+
 def test_no_hard_links_is_refused_with_what_to_do(local, monkeypatch):
     def refuse(*_):
         raise PermissionError(errno.EPERM, "no")
@@ -161,6 +196,51 @@ def test_links_out_of_the_root_are_refused(local, tmp_path, key):
             call()
         assert error.value.code == "name_invalid"
     assert (outside / "file").read_bytes() == b"secret"
+
+
+@pytest.mark.requirement("D-6")
+def test_listings_leave_out_links_that_lead_nowhere_in_the_root(local, tmp_path):
+    local.put("d/a", b"x")
+    local.put("d/e/b", b"xy")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "file").write_bytes(b"secret")
+    targets = {
+        "d/file": tmp_path / "outside" / "file",
+        "d/folder": tmp_path / "outside",
+        "d/gone": tmp_path / "nothing",
+        "d/dangling": "nothing",
+        "d/below-a-file": "a/nothing",
+        "d/itself": "itself",
+        "d/inside": "e/b",
+    }
+    for key, target in targets.items():
+        (tmp_path / "root" / key).symlink_to(target)
+    assert local.list("d") == [("d/a", 1), ("d/e/b", 2), ("d/inside", 2)]
+    with pytest.raises(IntegrityError, match="leaves the storage root"):
+        local.get("d/file")
+    with pytest.raises(IntegrityError, match="leaves the storage root"):
+        local.list("d/folder")
+
+
+@pytest.mark.requirement("D-6")
+def test_a_foreign_link_beside_a_dataset_keeps_nobody_from_it(tmp_path):
+    root = tmp_path / "root"
+    write_dataset(open_store(root), make_rows(4))
+    (root / "datasets/d/notes.txt").symlink_to(tmp_path / "elsewhere")
+    (root / "datasets/other").symlink_to(tmp_path)
+    assert len(load_dataset(root, "d", verify="full").row_ids) > 0
+    assert list_datasets(open_store(root)) == ["d"]
+
+
+@pytest.mark.requirement("D-6")
+def test_a_link_to_itself_is_named_as_what_it_is(local, tmp_path):
+    local.put("d/a", b"x")
+    (tmp_path / "root/d/loop").symlink_to("loop")
+    (tmp_path / "root/ring").symlink_to("ring")
+    for call in (lambda: local.get("d/loop"), lambda: local.list("ring")):
+        with pytest.raises(StorageError, match="a symbolic link on the way leads back to itself"):
+            call()
+    assert local.size("d/loop") is None
 
 
 @pytest.mark.requirement("D-6")

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.servers import stores
+from wllm_ray.cli.located import located
+from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.stores import remote, remote_client
 from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.errors import InvalidInputError, StorageError
 
@@ -63,6 +66,37 @@ def test_a_root_that_holds_a_secret_is_refused_without_repeating_it(root):
         open_store(root)
     assert error.value.code == "invalid_argument"
     assert SECRET not in shown(error.value)
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        f"s3://KEY:{SECRET}@b/x",
+        f"s3://KEY:{SECRET}@b/datasets/d",
+        f"s3://b/datasets/d?sig={SECRET}",
+        f"s3:/KEY:{SECRET}@b/x",
+        f"KEY:{SECRET}@s3://b/x",
+    ],
+)
+@pytest.mark.parametrize("read", [load_dataset, lambda root: located(root, None)])
+def test_a_secret_in_an_address_alone_is_not_repeated(root, read):
+    with pytest.raises(InvalidInputError, match="a storage root is") as error:
+        read(root)
+    assert SECRET not in shown(error.value)
+
+
+@pytest.mark.parametrize("root", ["s3:/b/x", Path("s3://b/x"), Path("az://b"), "file:/b/x"])
+def test_an_address_with_one_slash_is_no_local_folder(root):
+    scheme = str(root).partition(":")[0]
+    with pytest.raises(InvalidInputError, match=f"found one slash: write {scheme}://…"):
+        open_store(root)
+
+
+@pytest.mark.parametrize("root", ["", "a\0b", "file:///a%00b", "memory://a\0", None, 5, b"x"])
+def test_what_is_no_root_at_all_is_refused(root):
+    with pytest.raises(InvalidInputError, match="a storage root is a local path") as error:
+        open_store(root)
+    assert error.value.code == "invalid_argument"
 
 
 @pytest.mark.parametrize("root", ["s3://bucket/..", "s3://bucket/a/%2e%2e/b", "file:///a/../b"])
@@ -134,6 +168,64 @@ def test_a_setting_that_cannot_be_read_is_refused(s3_root, monkeypatch):
     monkeypatch.setenv("AWS_ALLOW_HTTP", "perhaps")
     with pytest.raises(InvalidInputError, match="cannot open the storage root"):
         open_store(s3_root)
+
+
+@pytest.mark.parametrize("value", ["minio:9000", "", "http://h:99999", "http://h:9\n", "http://[h"])
+@pytest.mark.parametrize(
+    ("root", "name"),
+    [("s3://b/x", "AWS_ENDPOINT_URL"), ("az://b/x", "AZURE_STORAGE_ENDPOINT")],
+)
+def test_an_address_that_is_none_is_refused_before_the_client_breaks_down(
+    monkeypatch, root, name, value
+):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidInputError, match=f"expected http://.*variable {name}, ") as error:
+        open_store(root)
+    assert not value or value not in shown(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"]
+)
+def test_a_setting_with_a_line_break_at_its_end_is_refused(s3_root, monkeypatch, name):
+    monkeypatch.setenv(name, f"{SECRET}\n")
+    with pytest.raises(InvalidInputError, match=f"the environment variable {name} begins") as error:
+        open_store(s3_root)
+    assert SECRET not in shown(error.value)
+
+
+def test_an_address_without_a_path_or_port_is_one(monkeypatch):
+    for value in ("https://minio", "http://[::1]:9000", "HTTP://h_x:9/path"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", value)
+        assert open_store("s3://b/x").uri == "s3://b/x"
+
+
+@pytest.mark.parametrize("mode", ["create", "overwrite"])
+def test_a_client_that_breaks_down_is_a_storage_error(s3_root, monkeypatch, mode):
+    """What the checks of the environment let through: here a setting is changed behind them."""
+    monkeypatch.setattr(remote_client, "check_environment", lambda _: None)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", f"{SECRET}\n")
+    store = open_store(s3_root)
+    calls = (
+        lambda: store.put("a", b"x", mode=mode),
+        lambda: store.get("a"),
+        lambda: store.size("a"),
+        lambda: store.list("a"),
+    )
+    for call in calls:
+        with pytest.raises(StorageError, match=r"holds a line break.*PanicException") as error:
+            call()
+        assert SECRET not in shown(error.value)
+
+
+def test_an_interrupt_passes_through(s3_root, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    store = open_store(s3_root)
+    monkeypatch.setattr(remote.obstore, "head", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.size("a")
 
 
 def test_a_bucket_that_is_not_there(s3_root):

@@ -43,7 +43,7 @@ def stored(store, special, **options):
     create_spec(store, spec)
     odd = np.ones((1, 8), np.float32)
     odd[0, : len(special)] = special
-    engine = "bfloat16" if spec.dtype == "bfloat16" else "float32"
+    engine = spec.dtype if spec.storage_dtype == "native" else "float32"
     chunk = capture(rows, spec, features={1: odd}, engine_dtype=engine)
     stage_shard(store, spec, 0, rows, [chunk])
     commit_manifest(store, "d")
@@ -52,6 +52,7 @@ def stored(store, special, **options):
 
 FLOAT16 = {"storage_dtype": "float16", "dtype": "float16"}
 NATIVE = {"storage_dtype": "native", "dtype": "bfloat16"}
+NATIVE16 = {"storage_dtype": "native", "dtype": "float16"}
 
 
 @pytest.mark.requirement("C-10", "D-1")
@@ -86,6 +87,7 @@ def test_values_come_back_as_their_dtype_holds_them(store, shard_format, options
         ),
         (FLOAT16, [1e-9] * 4, "every value of embed is zero .* once it is rounded to float16"),
         (NATIVE, [1.0, 1, 1, 1 + 2**-20], "embed holds values that bfloat16 would round"),
+        (NATIVE16, [1.0, 1, 1, 1, 1 + 2**-20], "L1_mlp_out holds values that float16 would round"),
     ],
 )
 def test_a_row_that_does_not_fit_fails_alone_and_says_where(store, options, special, said):
@@ -228,6 +230,26 @@ def test_a_row_that_fails_has_no_trace_and_a_retry_brings_both(store):
     dataset = load_dataset(store, "d", verify="full")
     assert list(dataset.failures) == [rows[1].id]
     assert np.array_equal(dataset.trace(rows[2].id).sites["embed"][0], value_of(2))
+
+
+@pytest.mark.requirement("D-9", "C-3")
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_a_trace_that_is_not_finite_fails_its_row_though_nobody_asked_for_that_place(store, bad):
+    rows = make_rows(3, sites=SITES)
+    spec = make_spec(rows, sites=SITES, trace=TRACE)
+    create_spec(store, spec)
+    odd = features_of(rows[1], captured_of(spec))
+    odd[0, 9] = bad  # final_norm, at the first token of several
+    chunk = capture(rows, spec, features={1: odd})
+    stage_shard(store, spec, 0, rows, [chunk])
+    commit_manifest(store, "d")
+    dataset = load_dataset(store, "d", verify="full")
+    (failure,) = dataset.failures.values()
+    assert (failure.index, failure.code) == (1, "non_finite")
+    assert "first at final_norm, token 0" in failure.message
+    assert np.array_equal(dataset.features_3d[1, 0], value_of(2, 3, 0))
+    assert len(dataset.trace(rows[2].id).token_ids) == len(rows[2].token_ids)
+    assert verify_dataset(store, "d").ok
 
 
 @pytest.mark.requirement("D-9")

@@ -223,6 +223,24 @@ def report_stub(monkeypatch):
     )
 
 
+def test_the_waiting_client_joins_no_cluster_and_asks_no_dashboard(monkeypatch):
+    """Neither is the demo's: its cluster has a token of its own, and no port that is known."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv("WLLM_API_KEY", "of another server")
+    started = []
+
+    def popen(command, *, env, **_options):
+        started.append((command, env))
+        return SimpleNamespace(poll=lambda: 0, wait=lambda: 0)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    demo._wait_ready(SimpleNamespace(poll=lambda: None), "http://127.0.0.1:1")
+    ((command, environment),) = started
+    assert command[command.index("--dashboard-url") + 1] == ""
+    assert environment["RAY_ADDRESS"] == "local"
+    assert "WLLM_API_KEY" not in environment
+
+
 # A program that starts another, which ignores SIGTERM, and says its process id.
 STUBBORN = """
 import subprocess, sys, time

@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+import os
+import socket
 import struct
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from tests.fakes import MODEL, Application, serving
@@ -16,12 +20,14 @@ from wllm_ray.cli import app as wllm
 from wllm_ray.cli.reporting import reports_errors
 from wllm_ray.cli.serve import application_args, serve_command, serve_program
 from wllm_ray.client import WLLMClient
+from wllm_ray.client.ray_cluster import gone_cluster
 from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.doctor import Settings, run_checks
 from wllm_ray.errors import InvalidInputError, NotFoundError
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = "http://127.0.0.1:9"
+WLLM = [sys.executable, "-c", "from wllm_ray.cli import main; main()"]
 
 
 def run(*arguments: str):
@@ -64,6 +70,36 @@ def test_a_fault_of_the_program_exits_with_two_and_quotes_nothing(capsys):
     assert "an unexpected KeyError" in shown.err
     assert "in broken" in shown.err
     assert "SECRET" not in shown.err + shown.out
+
+
+def break_elsewhere() -> None:
+    raise BrokenPipeError
+
+
+@pytest.mark.requirement("L-3")
+def test_a_pipe_that_broke_elsewhere_is_a_fault(capsys):
+    with pytest.raises(typer.Exit) as caught:
+        reports_errors(break_elsewhere)()
+    assert caught.value.exit_code == 2
+    assert "an unexpected BrokenPipeError" in capsys.readouterr().err
+
+
+@pytest.mark.requirement("L-3")
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("arguments", "stderr"),
+    [(["doctor", "--dashboard-url", NOBODY], subprocess.PIPE), (["gc", "/no"], subprocess.STDOUT)],
+)
+def test_a_reader_that_has_seen_enough_is_no_error(arguments, stderr, buffered):
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = os.environ | {"PYTHONUNBUFFERED": buffered}
+    done = subprocess.run(
+        [*WLLM, *arguments], stdout=writing, stderr=stderr, env=environment, check=False
+    )
+    os.close(writing)
+    assert done.returncode == 141
+    assert not done.stderr
 
 
 # --- wait-ready -----------------------------------------------------------------------------------
@@ -285,6 +321,68 @@ def test_what_is_seen_is_told_once_whenever_it_changes():
     assert last == f"{address} is ready"
 
 
+@pytest.fixture
+def nobody_there(tmp_path, monkeypatch):
+    """A port that refuses, and Ray's file that names a cluster there."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        file = tmp_path / "ray" / "ray_current_cluster"
+        file.parent.mkdir()
+        file.write_text(f"{address}\n")
+        yield file, address
+
+
+@pytest.mark.requirement("L-1")
+def test_a_cluster_that_is_gone_is_named_with_what_helps(nobody_there):
+    file, address = nobody_there
+    said = gone_cluster(os.environ)
+    assert f"the Ray cluster at {address}, which {file} names, is gone" in said
+    for way in ("`RAY_ADDRESS=local serve run …`", "`wllm serve`", "`ray stop`"):
+        assert way in said
+    assert gone_cluster(os.environ | {"RAY_ADDRESS": "local"}) is None
+    assert gone_cluster({"TMPDIR": str(file.parents[1])}) == said
+    if find_spec("ray"):
+        assert checks()["ray cluster"].advice == said
+    for text in ("no address", "", "host:"):
+        file.write_text(text)
+        assert gone_cluster(os.environ) is None
+    file.unlink()
+    assert gone_cluster(os.environ) is None
+
+
+def test_a_cluster_that_answers_is_not_gone(nobody_there):
+    file, _ = nobody_there
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        file.write_text(f"127.0.0.1:{server.getsockname()[1]}")
+        assert gone_cluster(os.environ) is None
+
+
+@pytest.mark.requirement("L-2")
+@pytest.mark.usefixtures("nobody_there")
+@pytest.mark.parametrize(
+    ("silence_s", "address", "is_said"),
+    [(0, NOBODY, True), (30, NOBODY, False), (0, "http://elsewhere.invalid", False)],
+)
+def test_waiting_in_silence_asks_for_a_cluster_that_is_gone(
+    monkeypatch, silence_s, address, is_said
+):
+    monkeypatch.setattr("wllm_ray.client.ready.SILENCE_S", silence_s)
+    result = run("wait-ready", "--base-url", address, "--timeout", "0", "--dashboard-url", NOBODY)
+    assert "nothing listens there yet" in result.stderr
+    assert ("`RAY_ADDRESS=local serve run …`" in result.stderr) is is_said
+
+
+@pytest.mark.requirement("L-2")
+def test_without_a_dashboard_nobody_is_asked(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/such/file")
+    result = run("wait-ready", "--base-url", NOBODY, "--timeout", "0", "--dashboard-url", "")
+    assert "dashboard" not in result.stderr
+    assert "nothing listens there yet" in result.stderr
+
+
 def test_an_application_is_found_by_its_route_prefix():
     board = Board(route_prefix="/second", status="DEPLOY_FAILED", message="why")
     with serving(board) as dashboard:
@@ -383,7 +481,9 @@ def test_serving_runs_rays_own_command(tmp_path, monkeypatch):
         "dtype=float32",
     ]
     (tmp_path / "serve").unlink()
-    with pytest.raises(NotFoundError, match="expected Ray's `serve` command"):
+    with pytest.raises(
+        NotFoundError, match=r"Ray's `serve` command .* `pip install '\.\[serve\]'`"
+    ):
         serve_program(tmp_path)
 
 
@@ -508,6 +608,16 @@ def test_settings_that_would_not_work_fail(settings, name, said, tmp_path, monke
 
 
 @pytest.mark.requirement("L-1")
+def test_what_an_object_store_says_is_all_the_advice(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    check = checks(storage_root="s3://bucket")["storage root"]
+    assert (check.status, check.advice) == ("fail", "")
+    assert "the address is plain http; use https, or set AWS_ALLOW_HTTP=true" in check.found
+
+
+@pytest.mark.requirement("L-1")
 @pytest.mark.parametrize(
     ("missing", "what", "advice"),
     [
@@ -600,6 +710,14 @@ def test_versions_are_judged(monkeypatch, versions, name, status, said):
     fake_versions(monkeypatch, **versions)
     check = checks()[name]
     assert (check.status, said in check.found) == (status, True)
+
+
+@pytest.mark.requirement("L-1")
+def test_advice_is_what_a_checkout_can_install(monkeypatch):
+    fake_versions(monkeypatch)
+    found = checks()
+    assert "`pip install .` in a checkout" in found["packages"].advice
+    assert "`pip install '.[vllm]'` or '.[cpu]' in a checkout" in found["vllm"].advice
 
 
 @pytest.mark.requirement("L-1")

@@ -148,6 +148,15 @@ def test_the_digest_is_that_of_a_dataset_which_the_server_commits(tmp_path, batc
     assert job.dataset().manifest.content_sha256 == there.manifest.content_sha256
 
 
+def test_one_row_is_not_one_rows(app, job):
+    write_rows(job.rows, prompts(1))
+    lost = RowFailure.of("position_missing", "lost")
+    app.engine.fault = lambda _row: lost
+    assert "1 of 1 row failed for reasons that may pass" in job.run().stderr
+    app.engine.fault = lambda _row: None
+    assert "dataset d: 1 row, 0 failed, committed" in job.run().stderr
+
+
 @pytest.mark.requirement("L-3")
 def test_without_an_id_the_same_request_finds_the_same_dataset(job):
     del job.options["dataset-id"]
@@ -339,6 +348,9 @@ def test_options_that_cannot_be_are_refused_before_anything_is_sent(app, job, op
     assert posts(app) == 0
 
 
+GIVEN = ("/dev/null", "--model", "m", "--output", "o")
+
+
 @pytest.mark.requirement("L-3")
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -347,7 +359,11 @@ def test_options_that_cannot_be_are_refused_before_anything_is_sent(app, job, op
         (["/dev/null"], "Missing option '--model'"),
         ([], "Missing argument 'rows'"),
         (["--colour"], "No such option: --colour"),
-        (["/dev/null", "--model", "m", "--output", "o", "--patience", "x"], "for '--patience'"),
+        ([*GIVEN, "--patience", "x"], "for '--patience'"),
+        ([*GIVEN, "--shard-format", "x"], "for '--shard-format': 'x' is not one of 'npy', 'arrow'"),
+        ([*GIVEN, "--storage-dtype", "bfloat16"], "for '--storage-dtype': 'bfloat16' is not asked"),
+        ([*GIVEN, "--storage-dtype", "bfloat16"], "ask for `native`"),
+        ([*GIVEN, "--storage-dtype", "x"], "'x' is not one of float32, native, float16"),
     ],
 )
 def test_usage_errors_are_two_and_end_with_json_as_well(arguments, said):

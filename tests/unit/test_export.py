@@ -6,6 +6,7 @@ import sys
 from itertools import pairwise
 
 import numpy as np
+import pyarrow.dataset as pa_dataset
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
@@ -107,6 +108,29 @@ def test_parquet_comes_back_bit_by_bit(dataset, tmp_path):
         assert table.column("position").to_pylist() == positions(dataset)
 
 
+@pytest.mark.parametrize(("to", "place"), [("parquet", "."), ("hf", "data")], ids=["parquet", "hf"])
+def test_pyarrow_reads_the_folder(dataset, tmp_path, to, place):
+    folder = exported(dataset, tmp_path, to) / place
+    assert pq.read_table(folder).column("id").to_pylist() == dataset.row_ids
+    found = pa_dataset.dataset(folder)
+    assert found.count_rows() == len(dataset)
+    assert set(dataset.manifest.sites) < set(found.schema.names)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_all_files_may_be_read_by_the_same_people(tmp_path, to):
+    if to in ("safetensors", "saelens"):
+        pytest.importorskip({"saelens": "datasets"}.get(to, to))
+    dataset = make(tmp_path)
+    before = os.umask(0o027)
+    try:
+        folder = exported(dataset, tmp_path, to)
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+    assert modes == {0o640}
+
+
 def test_safetensors_keep_the_stored_dtype(dataset, tmp_path):
     safetensors = pytest.importorskip("safetensors")
     folder = exported(dataset, tmp_path, "safetensors")
@@ -197,7 +221,7 @@ def test_an_export_says_where_it_comes_from(tmp_path, to):
         pytest.importorskip("datasets")
     dataset = make(tmp_path)
     before = {path: path.read_bytes() for path in (tmp_path / "root").rglob("*") if path.is_file()}
-    facts = json.loads((exported(dataset, tmp_path, to) / "provenance.json").read_text())
+    facts = json.loads((exported(dataset, tmp_path, to) / "_provenance.json").read_text())
     manifest = dataset.manifest
     assert facts["content_sha256"] == manifest.content_sha256
     assert facts["manifest_sha256"] == manifest.manifest_sha256
@@ -267,6 +291,20 @@ def test_a_folder_filled_meanwhile_is_kept(tmp_path, monkeypatch):
     assert (tmp_path / "out/theirs").read_text() == "theirs"
 
 
+@pytest.mark.parametrize("address", ["s3://bucket/KEY", "file:///tmp/KEY", "s3:/bucket/KEY"])
+def test_an_address_is_no_folder_to_export_to(tmp_path, monkeypatch, address):
+    make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInputError, match="a local folder is needed") as caught:
+        export_dataset("root", "d", "parquet", address)
+    assert "KEY" not in caught.value.message
+    arguments = ["export", "root", "d", "--to", "parquet", "--output", address]
+    result = CliRunner().invoke(wllm, arguments)
+    assert result.exit_code == 2
+    assert "a local folder is needed" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+
 def test_an_unknown_format_or_dataset_is_refused(tmp_path):
     make(tmp_path)
     with pytest.raises(InvalidInputError, match="expected one of parquet, safetensors"):
@@ -295,11 +333,19 @@ def test_the_command_exports(tmp_path):
     assert CliRunner().invoke(wllm, [*arguments, str(output)]).exit_code == 2
 
 
+@pytest.mark.parametrize("to", ["parquet", "hf"])
+def test_some_formats_need_no_extra(tmp_path, monkeypatch, to):
+    dataset = make(tmp_path)
+    for package in ("datasets", "safetensors"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert list(exported(dataset, tmp_path, to).rglob("*.parquet"))
+
+
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     make(tmp_path)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     arguments = ["export", str(tmp_path / "root"), "d", "--to", "safetensors", "--output"]
     result = CliRunner().invoke(wllm, [*arguments, str(tmp_path / "out")])
     assert result.exit_code == 2
-    assert "pip install 'wllm-ray[export]'" in result.stderr
+    assert "pip install '.[export]' in a checkout" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["root"]

@@ -244,3 +244,6 @@ def test_time_left_is_readable():
     progress = ProgressLines(clock=iter([0.0, 10.0]).__next__)
     progress.total, progress._done = 40_000, {0: 100}
     assert progress.line() == "100/40000 rows, 0 failed, 10.0 rows/s, 1:06:30 left"
+    progress = ProgressLines(clock=iter([0.0, 1.0]).__next__)
+    progress.total, progress._done = 1, {0: 1}
+    assert progress.line() == "1/1 row, 0 failed, 1.0 rows/s, 0:00 left"

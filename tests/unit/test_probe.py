@@ -252,7 +252,7 @@ def test_vectors_of_another_width_are_refused(report):
 
 def test_a_missing_library_names_the_extra(dataset, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.model_selection", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'wllm-ray\[probe\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[probe\]' in a checkout"):
         probe_by_layer(dataset)
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tests.dataset.dataset_builders import MODEL, capture, make_rows, make_spec, rows_of
 from wllm_ray.cli import app as wllm
+from wllm_ray.dataset.reading.ranged import RangedFile
 from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard
@@ -23,6 +24,7 @@ from wllm_ray.report import make_report
 from wllm_ray.report import measure as measuring
 from wllm_ray.report.measure import measure
 from wllm_ray.report.page import write_page
+from wllm_ray.report.probing import probe_sites
 from wllm_ray.report.projection import Categories, Scale, colouring, spread
 from wllm_ray.report.sample import draw
 
@@ -423,7 +425,8 @@ def test_probes_of_many_rows_use_some_of_them(root, monkeypatch):
         (lambda _: {"label": "a"}, 30, "at least two values"),
         (lambda index: {"label": index % 2}, 4, "at least 6 groups"),
         (lambda index: {"label": index}, 30, "30 different values"),
-        (lambda index: {"label": index % 2} if index else {}, 30, "has no value for 'label'"),
+        (lambda index: {"label": index % 2} if index < 4 else {}, 30, "at least 6 groups"),
+        (lambda index: {"label": index % 2} if index < 4 else {}, 30, "4 of 30 good rows have"),
         (lambda index: {"label": index % 2 / 4}, 30, "a string, an integer or a boolean"),
     ],
 )
@@ -431,6 +434,43 @@ def test_where_there_is_no_probe_the_page_says_why(root, fields, count, reason):
     probed(root, fields, count=count)
     text = Page(make_report(root, "d").html).text
     assert reason in text[text.index("Probe accuracy by layer Left out:") :]
+
+
+def test_rows_without_a_label_are_left_out_and_counted(root):
+    fields = lambda index: {"label": index % 2} if index < 200 else {"label": None}  # noqa: E731
+    probed(root, fields, count=240)
+    text = Page(make_report(root, "d").html).text
+    assert "Best: L1_resid_post , 1.000" in text
+    assert "(all 200 labelled rows)" in text
+    assert "200 of 240 good rows have a label" in text
+
+
+def test_rows_without_a_group_are_each_their_own_beside_those_with_one(root):
+    fields = lambda index: {"label": index % 2} | ({"group": [1]} if index < 20 else {})  # noqa: E731
+    dataset = probed(root, fields, count=60)
+    found = probe_sites(dataset, "label", 0)
+    assert found.grouped == 20
+    together = set(dataset.row_ids[:20])
+    assert together <= set(found.found.train_ids) or together <= set(found.found.test_ids)
+    assert "40 of these rows have none" in Page(make_report(root, "d").html).text
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_stacked_sites_of_the_probes_rows_are_fetched_once_where_they_fit(monkeypatch, fits):
+    fields = lambda index: {"label": index % 2}  # noqa: E731
+    probed("memory://probes", fields, count=240, dataset_id=f"d{fits}")
+    # Nothing that was fetched is kept, as of a dataset too large for it.
+    monkeypatch.setattr("wllm_ray.dataset.reading.files.KEPT_BYTES", 0)
+    if not fits:
+        monkeypatch.setattr("wllm_ray.report.probing._READ_ONCE_BYTES", 0)
+    fetched = []
+    pick = RangedFile.pick
+    monkeypatch.setattr(
+        RangedFile, "pick", lambda self, *wanted: fetched.append(self.key) or pick(self, *wanted)
+    )
+    dataset = load_dataset("memory://probes", f"d{fits}", verify="off")
+    assert probe_sites(dataset, "label", 0).found.best.probe.site == "L1_resid_post"
+    assert len(fetched) == len(dataset.manifest.shards) * (1 if fits else 2)
 
 
 def test_ragged_rows_have_no_probe(root):
@@ -463,6 +503,17 @@ def test_the_command_writes_the_page(root, tmp_path):
     assert "verified" in Page(output.read_text(encoding="utf-8")).text
 
 
+@pytest.mark.parametrize("address", ["s3://bucket/page.html", "file:///tmp/page.html"])
+def test_an_address_is_no_place_for_the_page(root, tmp_path, monkeypatch, address):
+    write(root, make_rows(8))
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    result = run(root, "d", "--output", address)
+    assert result.exit_code == 2
+    assert "a local file is needed" in result.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.requirement("D-5")
 def test_a_damaged_dataset_gets_a_page_of_faults_and_no_features(root, tmp_path):
     dataset = write(root, make_rows(8))
@@ -488,12 +539,24 @@ def test_a_dataset_that_is_not_there_has_no_page(root, tmp_path):
     assert not (tmp_path / "page.html").exists()
 
 
+def test_codes_and_tiles_break_in_no_word(root, tmp_path):
+    dataset = write(root, make_rows(8))
+    path = tmp_path / "root/datasets/d" / dataset.manifest.shards[0].features_files[0].name
+    path.write_bytes(path.read_bytes()[:-1])
+    html = make_report(root, "d").html
+    assert '<table class="faults">' in html
+    rules = dict(re.findall(r"^([^{}]+?) \{ ([^{}]*) \}$", html, re.MULTILINE))
+    assert "white-space: nowrap" in rules[".faults .text, td code"]
+    # A tile is as wide as what is in it.
+    assert "flex: 1 1 auto" in rules[".cards li"]
+
+
 def test_a_missing_package_names_the_extra(root, tmp_path, monkeypatch):
     write(root, make_rows(8))
     monkeypatch.setitem(sys.modules, "jinja2", None)
     result = run(root, "d", "--output", tmp_path / "page.html")
     assert result.exit_code == 2
-    assert "pip install 'wllm-ray[probe]'" in result.stderr
+    assert "pip install '.[probe]' in a checkout" in result.stderr
 
 
 def test_a_page_that_cannot_be_written_is_an_error_that_names_it(tmp_path):

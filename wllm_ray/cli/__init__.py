@@ -1,8 +1,9 @@
 """The command line, ``wllm``.
 
 Exit codes: 0 done · 1 rows failed · 2 input, output, transport or integrity error · 130
-interrupted (SIGINT) · 143 terminated (SIGTERM). Results go to stdout, progress and messages to
-stderr. Each command imports what it needs when it runs, so that ``wllm --help`` costs nothing.
+interrupted (SIGINT) · 141 nobody reads the output any more (SIGPIPE) · 143 terminated (SIGTERM).
+Results go to stdout, progress and messages to stderr. Each command imports what it needs when it
+runs, so that ``wllm --help`` costs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import typer
 
 from wllm_ray._version import __version__
 from wllm_ray.cli import activations, datasets, doctor, export, gc, merge, report, serve, wait_ready
-from wllm_ray.cli.reporting import EndsWithJson
+from wllm_ray.cli.reporting import Command, EndsWithJson
 
 __all__ = ["app", "main"]
 
@@ -45,20 +46,20 @@ def _wllm(
     """Reproducible, checksum-verified activation datasets from language models.
 
     Exit codes: 0 done, 1 rows failed, 2 input, output, transport or integrity error, 130
-    interrupted (SIGINT), 143 terminated (SIGTERM).
+    interrupted (SIGINT), 141 nobody reads the output any more (SIGPIPE), 143 terminated (SIGTERM).
     """
 
 
 app.command("activations", cls=EndsWithJson)(activations.activations)
-app.command("wait-ready")(wait_ready.wait_until_ready)
-app.command("doctor")(doctor.doctor)
-app.command("verify")(datasets.verify)
-app.command("inspect")(datasets.inspect)
-app.command("gc")(gc.gc)
-app.command("merge")(merge.merge)
-app.command("report")(report.report)
-app.command("export")(export.export)
-app.command("serve")(serve.serve)
+app.command("wait-ready", cls=Command)(wait_ready.wait_until_ready)
+app.command("doctor", cls=Command)(doctor.doctor)
+app.command("verify", cls=Command)(datasets.verify)
+app.command("inspect", cls=Command)(datasets.inspect)
+app.command("gc", cls=Command)(gc.gc)
+app.command("merge", cls=Command)(merge.merge)
+app.command("report", cls=Command)(report.report)
+app.command("export", cls=Command)(export.export)
+app.command("serve", cls=Command)(serve.serve)
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,8 +11,8 @@ import typer
 from wllm_ray.cli.byte_bar import byte_bar
 from wllm_ray.cli.located import DatasetId, Root, located
 from wllm_ray.cli.options import AsJson, Quiet
-from wllm_ray.cli.reporting import FAILED, counted, print_json, reports_errors, say
-from wllm_ray.errors import InvalidInputError
+from wllm_ray.cli.reporting import FAILED, counted, print_json, reports_errors, say, say_error
+from wllm_ray.errors import InvalidInputError, NotFoundError
 
 if TYPE_CHECKING:
     from wllm_ray.dataset.reading.verify import VerifyReport
@@ -19,6 +21,9 @@ __all__ = ["inspect", "verify"]
 
 DatasetIds = Annotated[list[str] | None, typer.Argument(help="Ids of datasets under ROOT.")]
 All = Annotated[bool, typer.Option("--all", help="Every dataset that is committed under ROOT.")]
+# A longer list is cut to the first few of it.
+LONGEST_LIST, FIRST_FEW = 20, 6
+ABOUT_NOTES = "`wllm gc` lists files that have no record, and removes them with --delete"
 
 
 @reports_errors
@@ -32,20 +37,22 @@ def verify(
 ) -> None:
     """Check every document and every byte of datasets, and list all faults.
 
-    Exit code 2 where there is a fault. With `--json`, one line for each dataset.
+    Exit code 2 where there is a fault or a dataset is not there. With `--json`, one line for each
+    dataset.
     """
     from wllm_ray.dataset.reading.verify import verify_dataset
 
-    sound = True
-    for where, dataset_id in _chosen(root, dataset_ids or [], every=every):
-        with byte_bar(dataset_id, quiet=quiet) as on_bytes:
-            report = verify_dataset(where, dataset_id, on_bytes=on_bytes)
-        if as_json:
-            print_json(report.to_json())
-        else:
-            _print_report(report)
-        sound = sound and report.ok
-    if not sound:
+    found = _Verified(as_json=as_json)
+    chosen = _chosen(root, dataset_ids or [], every=every)
+    for where, dataset_id in chosen:
+        try:
+            with byte_bar(dataset_id, quiet=quiet) as on_bytes:
+                found.add(verify_dataset(where, dataset_id, on_bytes=on_bytes))
+        except NotFoundError as error:
+            found.add_missing(dataset_id, error)
+    if not as_json:
+        found.print_end(len(chosen))
+    if found.faulty or found.missing:
         raise typer.Exit(FAILED)
 
 
@@ -66,11 +73,16 @@ def inspect(root: Root, dataset_id: DatasetId = None, *, as_json: AsJson = False
 
 def _chosen(root: str, dataset_ids: list[str], *, every: bool) -> list[tuple[str, str]]:
     """Root and id of each dataset that is to be looked at."""
+    from wllm_ray.dataset.format.layout import check_dataset_id
     from wllm_ray.dataset.reading.files import list_datasets
     from wllm_ray.dataset.stores.store import open_store
 
+    if not every and not dataset_ids:
+        return [located(root, None, instead=", or --all for every dataset under ROOT")]
     if not every:
-        return [(root, one) for one in dataset_ids] or [located(root, None)]
+        for one in dataset_ids:
+            check_dataset_id(one)
+        return [(root, one) for one in dataset_ids]
     if dataset_ids:
         raise InvalidInputError(
             f"--all takes no dataset id, found {dataset_ids[0]!a}", code="invalid_argument"
@@ -83,17 +95,70 @@ def _chosen(root: str, dataset_ids: list[str], *, every: bool) -> list[tuple[str
     return [(root, one) for one in found]
 
 
+@dataclass(slots=True)
+class _Verified:
+    """What was found in dataset after dataset, told as it comes.
+
+    Attributes:
+        as_json: Tell it to programs.
+        faulty: Ids of those with a fault.
+        missing: Ids of those that are not committed.
+        advice: What to do, each once, in the order found.
+    """
+
+    as_json: bool
+    faulty: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    advice: dict[str, None] = field(default_factory=dict)
+
+    def add(self, report: VerifyReport) -> None:
+        """Tell of a dataset that is committed."""
+        if report.faults:
+            self.faulty.append(report.dataset_id)
+            self.advice[report.advice] = None
+        if report.notes:
+            self.advice[ABOUT_NOTES] = None
+        if self.as_json:
+            print_json(report.to_json())
+        else:
+            _print_report(report)
+
+    def add_missing(self, dataset_id: str, error: NotFoundError) -> None:
+        """Tell of one that is not."""
+        self.missing.append(dataset_id)
+        say_error(error)
+        if self.as_json:
+            print_json({"dataset_id": dataset_id, "ok": False, **error.to_json()})
+
+    def print_end(self, count: int) -> None:
+        """Sum up, where there were several, and say what to do."""
+        if count > 1:
+            typer.echo(self._total(count))
+        for advice in self.advice:
+            say(advice)
+
+    def _total(self, count: int) -> str:
+        """For example ``2 of 16 datasets have faults: a, b``."""
+        told = []
+        for ids, one, more in (
+            (self.faulty, "has faults", "have faults"),
+            (self.missing, "is not committed", "are not committed"),
+        ):
+            if ids:
+                said = one if len(ids) == 1 else more
+                told.append(f"{len(ids)} of {count} datasets {said}: {', '.join(ids)}")
+        return "; ".join(told) or f"no fault in {count} datasets"
+
+
 def _print_report(report: VerifyReport) -> None:
-    for fault in report.faults:
-        typer.echo(f"fault [{fault.code}] {fault.file}: {fault.message}")
-    for note in report.notes:
-        typer.echo(f"note: {note}")
     state = counted(len(report.faults), "fault") if report.faults else "no fault"
     typer.echo(
         f"{report.dataset_id}: {counted(report.files, 'file')}, {report.bytes} bytes, {state}"
     )
-    if report.advice:
-        say(report.advice)
+    for fault in report.faults:
+        typer.echo(f"  fault [{fault.code}] {fault.file}: {fault.message}")
+    for note in report.notes:
+        typer.echo(f"  note: {note}")
 
 
 def _print_table(facts: dict[str, Any]) -> None:
@@ -109,6 +174,12 @@ def _print_table(facts: dict[str, Any]) -> None:
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return "\n".join(f"{key}: {_shown(inner)}" for key, inner in value.items())
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(_shown, value))
-    return "–" if value is None else str(value)
+    if isinstance(value, (list, tuple)) and value:
+        return ", ".join(map(_shown, _first_few(value)))
+    return "–" if value in (None, [], ()) else str(value)
+
+
+def _first_few(values: Sequence[Any]) -> Sequence[Any]:
+    if len(values) <= LONGEST_LIST:
+        return values
+    return [*values[:FIRST_FEW], f"… ({len(values)} in all; --json lists them)"]

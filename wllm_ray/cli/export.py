@@ -13,7 +13,7 @@ from wllm_ray.cli.reporting import needs_extra, reports_errors
 __all__ = ["export"]
 
 To = Annotated[Literal["parquet", "safetensors", "saelens", "hf"], typer.Option(help="The format.")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="A new or empty folder.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="A new or empty local folder.")]
 
 
 @reports_errors

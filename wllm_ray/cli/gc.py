@@ -43,7 +43,7 @@ def gc(
     are listed; they resume when their job is run again.
     """
     from wllm_ray.dataset.format.layout import split_dataset_path
-    from wllm_ray.dataset.tools.gc import collect_garbage
+    from wllm_ray.dataset.tools.gc import collect_garbage, expect_root
 
     age = timedelta(hours=older_than)
     if abandon:
@@ -57,6 +57,8 @@ def gc(
         reports.append(report)
         if not as_json:
             _print_report(report, delete=delete)
+    if not reports:
+        expect_root(root)
     gone = [one for report in reports for one in report.leftovers if one.removable]
     _print_total([(one.key, one.bytes) for one in gone], reports, delete=delete, as_json=as_json)
     if any(report.damage for report in reports):
@@ -82,9 +84,10 @@ def _print_report(report: GcReport, *, delete: bool) -> None:
     for one in report.leftovers:
         typer.echo(f"{_fate(one, delete=delete)}: {one.key}, {one.bytes} bytes, {one.kind}")
     if report.state == "begun":
+        shards = counted(report.shards, "shard")
         typer.echo(
-            f"begun: {report.dataset_id}, {report.staged} of {report.shards} shards staged, "
-            f"{report.bytes} bytes; run its job again to finish it, or give it up with --abandon"
+            f"begun: {report.dataset_id}, {report.staged} of {shards} staged, {report.bytes} bytes"
+            f"; run its job again to finish it, or give it up with --abandon"
         )
 
 

@@ -16,14 +16,26 @@ Root = Annotated[
 DatasetId = Annotated[str | None, typer.Argument(help="The dataset's id.")]
 
 
-def located(root: str, dataset_id: str | None) -> tuple[str, str]:
-    """Storage root and id; a dataset's own path says both."""
-    from wllm_ray.dataset.format.layout import split_dataset_path
+def located(root: str, dataset_id: str | None, *, instead: str = "") -> tuple[str, str]:
+    """Storage root and id; a dataset's own path says both.
 
+    Args:
+        root: The first argument.
+        dataset_id: The second, or None.
+        instead: What else the command takes, to be said where neither fits.
+
+    Raises:
+        InvalidInputError: There is no id, or the root is none (``invalid_argument``).
+    """
+    from wllm_ray.dataset.format.layout import split_dataset_path
+    from wllm_ray.dataset.stores.store import root_text
+
+    root_text(root)  # refuses what may hold a secret, which a message would repeat
     found = split_dataset_path(root) if dataset_id is None else (root, dataset_id)
     if found is None:
         raise InvalidInputError(
-            f"expected ROOT DATASET_ID, or the path ROOT/datasets/DATASET_ID; found {root!a}",
+            f"expected ROOT DATASET_ID, or the path ROOT/datasets/DATASET_ID"
+            f"{instead}; found {root!a}",
             code="invalid_argument",
         )
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
 
 import typer
 
@@ -67,10 +67,25 @@ Format = Annotated[
     Literal["npy", "arrow"],
     typer.Option("--shard-format", help="What features files are; both are memory-mapped."),
 ]
+_StorageDtype: TypeAlias = Literal["float32", "native", "float16"]
+
+
+def _storage_dtype(text: str) -> str:
+    if text == "bfloat16":
+        raise typer.BadParameter(
+            "'bfloat16' is not asked for by name; ask for `native`, the engine's own dtype"
+        )
+    if text not in get_args(_StorageDtype):
+        raise typer.BadParameter(f"{text!a} is not one of {', '.join(get_args(_StorageDtype))}.")
+    return text
+
+
 Dtype = Annotated[
-    Literal["float32", "native", "float16"],
+    _StorageDtype,
     typer.Option(
         "--storage-dtype",
+        parser=_storage_dtype,
+        metavar="<float32|native|float16>",
         help="How features are stored: `native` is the engine's own dtype, bfloat16 as its 16 "
         "bits; `float16` rounds, and fails rows with a value that does not fit.",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wllm_ray.cli.reporting import DONE, ROWS_FAILED, print_json, say
+from wllm_ray.cli.reporting import DONE, ROWS_FAILED, counted, print_json, say
 from wllm_ray.dataset.stores.store import Store
 from wllm_ray.job.run import JobOutcome
 from wllm_ray.job.source import RowSource
@@ -37,13 +37,14 @@ def _say_result(outcome: JobOutcome, failures: list[dict[str, Any]]) -> None:
         say(f"  row {one['index']} {one['id']!a}: {one['code']} ({kind}): {one['message']}")
     if len(failures) > LISTED_FAILURES:
         say(f"  and {len(failures) - LISTED_FAILURES} more")
-    dataset_id, rows = outcome.spec.dataset_id, outcome.spec.rows
+    dataset_id, rows = outcome.spec.dataset_id, counted(outcome.spec.rows, "row")
     if outcome.manifest is not None:
-        say(f"dataset {dataset_id}: {rows} rows, {outcome.manifest.rows_failed} failed, committed")
+        say(f"dataset {dataset_id}: {rows}, {outcome.manifest.rows_failed} failed, committed")
         return
-    kept, total = len(outcome.receipts), len(outcome.spec.shards)
+    kept, shards = len(outcome.receipts), counted(len(outcome.spec.shards), "shard")
+    are_kept = "is kept" if kept == 1 else "are kept"
     say(
-        f"dataset {dataset_id}: {len(outcome.transient)} of {rows} rows failed for reasons that "
-        f"may pass, so nothing was committed; {kept} of {total} shards are kept, run the same "
-        f"command again to finish the rest"
+        f"dataset {dataset_id}: {len(outcome.transient)} of {rows} failed for reasons that "
+        f"may pass, so nothing was committed; {kept} of {shards} {are_kept}, run the same command "
+        f"again to finish the rest"
     )

@@ -12,7 +12,9 @@ from wllm_ray.cli.reporting import FAILED, needs_extra, reports_errors, say
 
 __all__ = ["report"]
 
-Output = Annotated[Path, typer.Option("--output", "-o", help="The page; replaced if it exists.")]
+Output = Annotated[
+    Path, typer.Option("--output", "-o", help="The page, a local file; replaced if it exists.")
+]
 Label = Annotated[
     str | None,
     typer.Option(help="Metadata field that probes predict; `label` where rows have it."),
@@ -41,14 +43,15 @@ def report(
     """
     from rich.console import Console
 
+    from wllm_ray.outputs import local_output
     from wllm_ray.report import make_report
     from wllm_ray.report.page import write_page
 
-    where = located(root, dataset_id)
+    where, page = located(root, dataset_id), local_output(output, "file")
     with needs_extra(), Console(stderr=True).status("opening") as status:
         made = make_report(*where, label=label, color_by=color_by, seed=seed, doing=status.update)
-        write_page(output, made.html)
-    typer.echo(str(output))
+        write_page(page, made.html)
+    typer.echo(str(page))
     if not made.verified.ok:
         say(f"{len(made.verified.faults)} faults; {made.verified.advice}")
         raise typer.Exit(FAILED)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
+import select
 import signal
 import sys
 import traceback
@@ -21,8 +23,10 @@ __all__ = [
     "DONE",
     "FAILED",
     "INTERRUPTED",
+    "READER_GONE",
     "ROWS_FAILED",
     "TERMINATED",
+    "Command",
     "EndsWithJson",
     "counted",
     "ends_with_json",
@@ -31,6 +35,7 @@ __all__ = [
     "print_json",
     "reports_errors",
     "say",
+    "say_error",
 ]
 
 # Typer carries its own copy of click, whose names are not public.
@@ -42,6 +47,8 @@ Result = TypeVar("Result")
 DONE, ROWS_FAILED, FAILED = 0, 1, 2
 # As shells count: 128 and the signal's number.
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+READER_GONE = 128 + signal.SIGPIPE
+STDOUT, STDERR = 1, 2
 ADVICE = {"unauthorized": "set WLLM_API_KEY to the application's key"}
 
 
@@ -62,7 +69,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 def fail(error: WLLMError) -> NoReturn:
     """End a command whose last line on stdout is always JSON."""
-    _say_error(error)
+    say_error(error)
     print_json(_failure(error))
     raise typer.Exit(FAILED) from None
 
@@ -81,7 +88,20 @@ def _failure(error: WLLMError) -> dict[str, Any]:
     return {"status": "error", "exit_code": FAILED, **error.to_json()}
 
 
-class EndsWithJson(TyperCommand):
+class Command(TyperCommand):
+    """A command that says of an option only what the option's own rule says."""
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Read the options."""
+        try:
+            return super().make_context(*args, **options)
+        except typer.BadParameter as error:
+            # Typer has pydantic read options, which puts this before the message of a ValueError.
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
+class EndsWithJson(Command):
     """A command whose last line on stdout is JSON also where its options cannot be read."""
 
     def make_context(self, *args: Any, **options: Any) -> Any:
@@ -109,11 +129,13 @@ def _reporting(
 ) -> Callable[P, Result]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
-        with _sigterm_interrupts() as interrupted_code:
+        # Twice: what the command writes, and what is written about its end.
+        with _ends_with_reader(), _sigterm_interrupts() as interrupted_code:
             try:
-                return command(*args, **kwargs)
+                with _ends_with_reader():
+                    return command(*args, **kwargs)
             except WLLMError as error:
-                _say_error(error)
+                say_error(error)
                 tell(_failure(error))
                 raise typer.Exit(FAILED) from None
             except KeyboardInterrupt:
@@ -128,6 +150,29 @@ def _reporting(
                 raise typer.Exit(FAILED) from None
 
     return run
+
+
+@contextlib.contextmanager
+def _ends_with_reader() -> Iterator[None]:
+    """End quietly where whoever read the output has seen enough, as `head` has."""
+    try:
+        yield
+    except BrokenPipeError:
+        if _reader_is_gone():
+            raise typer.Exit(READER_GONE) from None
+        raise
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody reads stdout or stderr any more; what is still to be written there is lost."""
+    asked = select.poll()
+    for descriptor in (STDOUT, STDERR):
+        asked.register(descriptor, 0)  # an error is told whatever is asked for
+    gone = [descriptor for descriptor, _ in asked.poll(0)]
+    for descriptor in gone:
+        # Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return bool(gone)
 
 
 @contextlib.contextmanager
@@ -151,7 +196,8 @@ def _sigterm_interrupts() -> Iterator[Callable[[], int]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _say_error(error: WLLMError) -> None:
+def say_error(error: WLLMError) -> None:
+    """An error with its code and what to do, on stderr."""
     stage = f" in {error.stage}" if error.stage else ""
     lines = [f"error [{error.code}]{stage}: {error.message}"]
     if problems := _line_problems(error):
@@ -178,5 +224,5 @@ def _say_unexpected(error: Exception) -> WLLMError:
         f"an unexpected {type(error).__name__}; this is a fault of wllm, please report it with "
         f"the lines above"
     )
-    _say_error(found)
+    say_error(found)
     return found

@@ -105,7 +105,7 @@ def serve_program(folder: Path) -> Path:
     if not program.is_file():
         raise NotFoundError(
             f"expected Ray's `serve` command beside {sys.executable}, found none; install it with "
-            f"`pip install 'wllm-ray[serve]'`",
+            f"`pip install '.[serve]'` in the checkout",
             code="object_not_found",
         )
     return program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +15,15 @@ from wllm_ray.cli.reporting import reports_errors, say
 
 __all__ = ["wait_until_ready"]
 
+THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+
 
 Timeout = Annotated[float, typer.Option(min=0, help="Seconds to wait.")]
 DashboardUrl = Annotated[
-    str, typer.Option(help="Ray's dashboard, asked why an application does not start.")
+    str,
+    typer.Option(
+        help="Ray's dashboard, asked why an application does not start; empty: nobody is asked."
+    ),
 ]
 DashboardToken = Annotated[
     str | None,
@@ -43,7 +49,8 @@ def wait_until_ready(
     """
     from wllm_ray.client.ray_token import ray_token
 
-    dashboard_token = dashboard_token or ray_token(os.environ, Path.home())
+    if dashboard_url:
+        dashboard_token = dashboard_token or ray_token(os.environ, Path.home())
     asyncio.run(_wait(base_url, timeout, dashboard_url, dashboard_token))
     say(f"{base_url} is ready")
 
@@ -52,18 +59,22 @@ async def _wait(base_url: str, timeout_s: float, dashboard_url: str, token: str 
     from httpx import URL
 
     from wllm_ray.client.connection import Connection
+    from wllm_ray.client.ray_cluster import gone_cluster
     from wllm_ray.client.ready import Dashboard, wait_ready
 
-    connection = Connection(base_url)
-    board = Connection(dashboard_url, api_key=token, timeout_s=5.0)
-    try:
-        prefix = URL(base_url).path.rstrip("/") or "/"
+    async with contextlib.AsyncExitStack() as closing:
+        connection = Connection(base_url)
+        closing.push_async_callback(connection.close)
+        place, dashboard = URL(base_url), None
+        if dashboard_url:
+            board = Connection(dashboard_url, api_key=token, timeout_s=5.0)
+            closing.push_async_callback(board.close)
+            dashboard = Dashboard(board, place.path.rstrip("/") or "/")
         await wait_ready(
             connection,
             timeout_s,
-            Dashboard(board, prefix),
+            dashboard,
+            # What Ray would do here says nothing of another machine.
+            why_silent=lambda: gone_cluster(os.environ) if place.host in THIS_MACHINE else None,
             on_change=lambda seen: say(f"waiting: {seen}"),
         )
-    finally:
-        await connection.close()
-        await board.close()

@@ -24,6 +24,9 @@ __all__ = ["ApplicationState", "Dashboard", "expect_starting", "wait_ready"]
 
 POLL_S = 0.5
 PROBE_TIMEOUT_S = 5.0
+# So long nothing may listen before it is asked whether anything is coming.
+SILENCE_S = 30.0
+_NOBODY = "server_unreachable"
 # An application that is UNHEALTHY has run before, and Ray goes on replacing its replicas.
 FAILED_STATES = ("DEPLOY_FAILED",)
 # While an application starts, Ray Serve's proxy knows no route to it and answers 404.
@@ -94,6 +97,7 @@ async def wait_ready(
     timeout_s: float,
     dashboard: Dashboard | None = None,
     *,
+    why_silent: Callable[[], str | None] = lambda: None,
     on_change: Callable[[str], None] = lambda _seen: None,
 ) -> None:
     """Return once ``/readyz`` says so.
@@ -102,21 +106,27 @@ async def wait_ready(
         connection: To the application.
         timeout_s: How long to wait.
         dashboard: Asked why it is not ready.
+        why_silent: Asked, in a thread, why nothing listens there for so long.
         on_change: Hears in words what is seen, whenever that changes.
 
     Raises:
         UnavailableError: The application failed to start (``deploy_failed``, quoting Ray), or was
             not ready in time (``not_ready``, saying what was seen last).
     """
-    deadline = time.monotonic() + timeout_s
+    heard = time.monotonic()
+    deadline = heard + timeout_s
     before = ""
     while True:
         try:
             await connection.once("GET", "/readyz", timeout=PROBE_TIMEOUT_S)
         except NOT_YET as error:
             seen = _seen(error, connection.address)
+            heard = heard if error.code == _NOBODY else time.monotonic()
         else:
             return
+        is_silent = time.monotonic() - heard >= SILENCE_S
+        if is_silent and (reason := await asyncio.to_thread(why_silent)):
+            seen += f"; {reason}"
         if dashboard is not None:
             seen += f"; {await _starting(dashboard)}"
         if seen != before:
@@ -131,7 +141,7 @@ async def wait_ready(
 
 
 def _seen(error: WLLMError, address: str) -> str:
-    if error.code == "server_unreachable":
+    if error.code == _NOBODY:
         return f"no answer from {address}: nothing listens there yet"
     if error.code == "route_not_found":
         return f"{address} answers, but knows no application yet"

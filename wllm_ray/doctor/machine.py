@@ -61,6 +61,7 @@ def _cpu_flags() -> set[str]:
 
 def check_storage(settings: Settings) -> Iterator[Check]:
     """Whether the storage root can be written and honours create-only."""
+    from wllm_ray.dataset.format.layout import DATASETS
     from wllm_ray.dataset.stores.store import open_store
 
     if settings.storage_root is None:
@@ -73,7 +74,9 @@ def check_storage(settings: Settings) -> Iterator[Check]:
         return
     found = f"{store.uri}: {probe.detail}"
     if not probe.writable:
-        yield Check("storage root", "fail", found, "check permissions, space and credentials")
+        # What is found of an object store says already what to do.
+        to_do = "check permissions and space" if store.local_path(DATASETS) else ""
+        yield Check("storage root", "fail", found, to_do)
     elif not probe.create_only:
         to_do = "choose another storage root: two writers could overwrite each other there"
         yield Check("storage root", "fail", found, to_do)

@@ -28,7 +28,7 @@ def check_self_test(settings: Settings) -> Iterator[Check]:
     try:
         report = _run(settings.model, settings)
     except ImportError as error:
-        advice = "install what runs models: `pip install 'wllm-ray[vllm]'` or [cpu]"
+        advice = "install what runs models: `pip install '.[vllm]'` or '.[cpu]' in a checkout"
         yield Check(NAME, "fail", f"{error.name or 'a package'} cannot be imported", advice)
         return
     except WLLMError as error:

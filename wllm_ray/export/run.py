@@ -17,6 +17,7 @@ from wllm_ray.errors import InvalidInputError, StorageError
 from wllm_ray.export.parquet import write_hf, write_parquet
 from wllm_ray.export.saelens import write_saelens
 from wllm_ray.export.tensors import write_safetensors
+from wllm_ray.outputs import local_output
 
 __all__ = ["FORMATS", "PROVENANCE", "export_dataset"]
 
@@ -26,27 +27,28 @@ FORMATS: dict[str, Callable[[DatasetFiles, Path], None]] = {
     "saelens": write_saelens,
     "hf": write_hf,
 }
-PROVENANCE = "provenance.json"
+# What begins with `_` is no data to those who read a whole folder.
+PROVENANCE = "_provenance.json"
 
 
 def export_dataset(root: Root, dataset_id: str, to: str, output: Path | str) -> Path:
     """Write the good rows of a committed dataset in another format.
 
     The source is only read, and every file of it checked on the way, shard by shard. Beside the
-    data lies ``provenance.json``, which says exactly where they come from.
+    data lies ``_provenance.json``, which says exactly where they come from.
 
     Args:
         root: The storage root.
         dataset_id: The dataset's id.
         to: One of :data:`FORMATS`.
-        output: A folder that is empty or does not exist; it appears when it is complete.
+        output: A local folder that is empty or does not exist; it appears when it is complete.
 
     Returns:
         The folder.
 
     Raises:
-        InvalidInputError: There is no such format, the folder is not empty, or the dataset cannot
-            be put into this format (``invalid_argument``).
+        InvalidInputError: There is no such format, the folder is not empty or not local, or the
+            dataset cannot be put into this format (``invalid_argument``).
         NotFoundError: The dataset is not committed here (``dataset_not_found``).
         IntegrityError: A file of it is damaged; nothing is left behind.
         StorageError: The folder cannot be written.
@@ -56,12 +58,13 @@ def export_dataset(root: Root, dataset_id: str, to: str, output: Path | str) -> 
         raise InvalidInputError(
             f"expected one of {', '.join(FORMATS)}, found {to!a}", code="invalid_argument"
         )
+    output = local_output(output, "folder")
     store = open_store(root)
     files = DatasetFiles(store, open_manifest(store, dataset_id), "lazy")
-    with _new_folder(Path(output)) as folder:
+    with _new_folder(output) as folder:
         FORMATS[to](files, folder)
         (folder / PROVENANCE).write_bytes(_provenance(files.manifest, to))
-    return Path(output)
+    return output
 
 
 def _provenance(manifest: Manifest, to: str) -> bytes:

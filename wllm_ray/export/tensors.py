@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ def write_safetensors(files: DatasetFiles, folder: Path) -> None:
     """
     for shard, good in shards(files):
         name = f"shard-{shard:05d}"
-        _write_tensors(files, shard, folder / f"{name}.safetensors")
-        (folder / f"{name}.json").write_bytes(canonical_json(_rows(files, good)))
+        tensors, rows = folder / f"{name}.safetensors", folder / f"{name}.json"
+        _write_tensors(files, shard, tensors)
+        rows.write_bytes(canonical_json(_rows(files, good)))
+        # The library lets nobody but the owner read its files.
+        shutil.copymode(rows, tensors)
 
 
 def _write_tensors(files: DatasetFiles, shard: int, path: Path) -> None:

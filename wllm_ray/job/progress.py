@@ -89,8 +89,9 @@ class ProgressLines(RowCount):
         rate = (self.done - self.resumed) / max(self._clock() - self._began, 1e-9)
         todo = self.total - self.done
         left = _minutes(todo / rate) if rate else "unknown time" if todo else "0:00"
+        rows = "row" if self.total == 1 else "rows"
         return (
-            f"{self.done}/{self.total} rows, {self.failed} failed, {rate:.1f} rows/s, {left} left"
+            f"{self.done}/{self.total} {rows}, {self.failed} failed, {rate:.1f} rows/s, {left} left"
         )
 
 

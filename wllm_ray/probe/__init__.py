@@ -6,7 +6,7 @@ score at chance, or the split leaks; another label that is known to be easy shou
 the rows are misaligned. :func:`plot_probe_report` draws it; :func:`save_probe` keeps one probe
 with a reference to the exact dataset that it was fitted on.
 
-Fitting needs scikit-learn and drawing needs matplotlib (``pip install 'wllm-ray[probe]'``);
+Fitting needs scikit-learn and drawing needs matplotlib (``pip install '.[probe]'`` in a checkout);
 loading a saved probe and predicting with it needs neither.
 """
 

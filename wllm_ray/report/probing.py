@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ __all__ = ["Probing", "probe_sites"]
 # Every site fits two probes, whose time grows with both.
 _MOST_ROWS = 2000
 _MOST_CLASSES = 20
+# More than this is read site by site.
+_READ_ONCE_BYTES = 256 << 20
 _GROUP = "group"
 
 
@@ -33,16 +36,17 @@ class Probing:
         found: None where there is a reason instead.
         reason: Why there are no probes; empty where there are.
         label: The metadata field that was predicted, or None.
-        grouped: Whether a metadata field says which rows belong together; else each is its own
-            group.
-        sample: The rows that were used.
+        labelled: The good rows that have a label, or None.
+        sample: Those of them that were used, or None.
+        grouped: How many of these say which group they belong to; every other is its own.
     """
 
     found: ProbeReport | None = None
     reason: str = ""
     label: str | None = None
-    grouped: bool = False
+    labelled: Sample | None = None
     sample: Sample | None = None
+    grouped: int = 0
 
 
 class _Some:
@@ -60,8 +64,19 @@ class _Some:
         return self._dataset.manifest
 
     def site(self, name: str) -> NDArray[np.float32]:
-        """[n, D] float32."""
+        """[n, D] float32, for a name as the manifest has it."""
+        if self._all_sites is not None:
+            return self._all_sites[:, self.manifest.sites.index(name)]
         return self._dataset.select(self.row_ids, site=name).features
+
+    @cached_property
+    def _all_sites(self) -> NDArray[np.float32] | None:
+        """[n, L, D] float32 where sites share files, which are then fetched once; else None."""
+        size = 4 * len(self.row_ids) * sum(self.manifest.site_widths)
+        if self.manifest.shard_layout != "stacked" or size > _READ_ONCE_BYTES:
+            return None
+        shape = (len(self.row_ids), len(self.manifest.sites), -1)
+        return self._dataset.select(self.row_ids).features.reshape(shape)
 
 
 def probe_sites(dataset: ActivationDataset, label: str | None, seed: int) -> Probing:
@@ -80,19 +95,42 @@ def probe_sites(dataset: ActivationDataset, label: str | None, seed: int) -> Pro
             f"probe needs one",
             label=label,
         )
-    classes = {canonical_json(row[label]) for row in dataset.metadata if label in row}
+    labelled = _labelled(dataset, label)
+    if not len(labelled):
+        return Probing(
+            reason=f"no good row has a string, an integer or a boolean under {label!a}", label=label
+        )
+    classes = {canonical_json(dataset.metadata[row][label]) for row in labelled.numbers.tolist()}
     if len(classes) > _MOST_CLASSES:
         return Probing(
             reason=f"the field has {len(classes):,} different values, more than "
             f"{_MOST_CLASSES}: not classes",
             label=label,
+            labelled=labelled,
         )
-    sample = draw(len(dataset), _MOST_ROWS, seed)
+    return _fit(dataset, label, labelled, seed)
+
+
+def _labelled(dataset: ActivationDataset, label: str) -> Sample:
+    """The rows whose label can be a class."""
+    having = [isinstance(row.get(label), (str, int, bool)) for row in dataset.metadata]
+    return Sample(np.flatnonzero(having).astype(np.int64), len(having))
+
+
+def _fit(dataset: ActivationDataset, label: str, labelled: Sample, seed: int) -> Probing:
+    drawn = draw(len(labelled), _MOST_ROWS, seed)
+    sample = Sample(labelled.numbers[drawn.numbers], len(labelled))
     rows = _Some(dataset, sample)
-    grouped = any(_GROUP in row for row in rows.metadata)
-    group = _GROUP if grouped else {row_id: row_id for row_id in rows.row_ids}
+    groups = [row.get(_GROUP) for row in rows.metadata]
+    # With a word in front, no group is called as another row is.
+    by_row = {
+        row_id: f"row {row_id}" if group is None else f"group {group}"
+        for row_id, group in zip(rows.row_ids, groups, strict=True)
+    }
+    asked = Probing(
+        label=label, labelled=labelled, sample=sample, grouped=len(groups) - groups.count(None)
+    )
     try:
-        found = probe_by_layer(rows, label, group, seed=seed)
+        return replace(asked, found=probe_by_layer(rows, label, by_row, seed=seed))
     except InvalidInputError as error:
-        return Probing(reason=error.message, label=label)
-    return Probing(found=found, label=label, grouped=grouped, sample=sample)
+        return replace(asked, reason=error.message)

@@ -13,7 +13,6 @@ from wllm_ray.dataset.format.manifest import (
     ShardEntry,
     ShardSpec,
     document_bytes,
-    spec_digest,
 )
 from wllm_ray.digest import canonical_json, sha256_hex
 from wllm_ray.records import Fingerprint
@@ -41,7 +40,7 @@ def build_manifest(spec: DatasetSpec, receipts: dict[int, Receipt]) -> Manifest:
     fingerprint = first.fingerprint
     manifest = Manifest(
         **{name: getattr(spec, name) for name in Asked.model_fields},
-        spec_sha256=spec_digest(spec),
+        spec_sha256=spec.sha256,
         rows_ok=spec.rows - failed,
         rows_failed=failed,
         axes=("row", "site", "hidden"),

@@ -25,7 +25,6 @@ from wllm_ray.dataset.format.manifest import (
     Manifest,
     Measured,
     Receipt,
-    spec_digest,
 )
 from wllm_ray.digest import canonical_json, parse_json
 from wllm_ray.errors import IntegrityError, InvalidInputError
@@ -57,9 +56,9 @@ def read_receipt(data: bytes, spec: DatasetSpec, shard: int) -> Receipt:
     """
     receipt = _read(data, Receipt)
     where = f"the receipt of shard {shard}"
-    if receipt.spec_sha256 != spec_digest(spec):
+    if receipt.spec_sha256 != spec.sha256:
         raise IntegrityError(
-            f"{where} was written for another spec (expected SHA-256 {spec_digest(spec)}, found "
+            f"{where} was written for another spec (expected SHA-256 {spec.sha256}, found "
             f"{receipt.spec_sha256}); the folder mixes two datasets, use another dataset id",
             code="digest_mismatch",
         )
@@ -89,7 +88,7 @@ def read_manifest(data: bytes) -> Manifest:
         spec = manifest.spec()
     except ValidationError as error:
         raise _invalid("wllm_ray.manifest", error) from None
-    _expect_digest("spec_sha256", manifest.spec_sha256, spec_digest(spec))
+    _expect_digest("spec_sha256", manifest.spec_sha256, spec.sha256)
     content = content_digest(spec, manifest.fingerprint, manifest.shards)
     _expect_digest("content_sha256", manifest.content_sha256, content)
     return manifest

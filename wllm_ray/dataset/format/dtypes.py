@@ -118,6 +118,8 @@ def _halves(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return np.ascontiguousarray(values, "<f4").view("<u2").reshape(*values.shape, 2)
 
 
-def is_exact(values: NDArray[np.float32], dtype: Dtype) -> bool:
-    """Whether storing these values in ``dtype`` loses nothing; meant for bfloat16."""
-    return dtype != "bfloat16" or not _halves(values)[..., 0].any()
+def is_exact(values: NDArray[np.float32], stored: NDArray[Any], dtype: Dtype) -> bool:
+    """Whether nothing was lost when these values, all of them finite, were narrowed."""
+    if dtype == "bfloat16":
+        return not _halves(values)[..., 0].any()
+    return dtype == "float32" or bool((widen(stored, dtype) == values).all())

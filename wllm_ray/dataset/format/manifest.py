@@ -5,8 +5,10 @@ All are stored as canonical JSON; :mod:`.documents` reads them, :mod:`.build` ma
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
 from itertools import accumulate
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -36,7 +38,6 @@ __all__ = [
     "ShardSpec",
     "TraceSpec",
     "document_bytes",
-    "spec_digest",
 ]
 
 FORMAT_VERSION = 1
@@ -156,6 +157,17 @@ def _check_sites(sites: tuple[str, ...], widths: tuple[int, ...]) -> None:
 
 class DatasetSpec(Asked):
     """What was asked: stored first, create-only, as ``spec.json``."""
+
+    @cached_property
+    def sha256(self) -> str:
+        """The spec digest. Kept: every receipt names it, and a spec may have many shards."""
+        return sha256_hex(document_bytes(self))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's; the copy has a digest of its own."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("sha256", None)
+        return copied
 
     format: Literal["wllm_ray.spec"] = "wllm_ray.spec"
     format_version: Literal[1] = 1
@@ -298,8 +310,3 @@ class Manifest(Asked):
 def document_bytes(document: Record) -> bytes:
     """A document as it is stored."""
     return canonical_json(document.model_dump())
-
-
-def spec_digest(spec: DatasetSpec) -> str:
-    """SHA-256 over the spec's stored bytes."""
-    return sha256_hex(document_bytes(spec))

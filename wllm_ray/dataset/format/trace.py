@@ -17,13 +17,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from wllm_ray.dataset.format.arrow import read_batch
+from wllm_ray.dataset.format.dtypes import all_finite
 from wllm_ray.dataset.format.features import Parts, values_of
 from wllm_ray.dataset.format.manifest import Asked, TraceSpec
 from wllm_ray.dataset.format.rows import ROWS_SCHEMA, RowOutcome
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import IntegrityError
 from wllm_ray.positions import is_reduced, mean_of, resolve
-from wllm_ray.records import CapturedChunk
+from wllm_ray.records import CapturedChunk, RowFailure
 
 __all__ = ["Trace", "decode_traces", "encode_traces", "features_of_traces", "taken_from_traces"]
 
@@ -89,17 +90,45 @@ def taken_from_traces(asked: Asked, chunk: CapturedChunk) -> CapturedChunk:
             code="array_invalid",
             stage="stage_shard",
         )
-    good = [length for length in lengths if length]
-    features = features_of_traces(asked, chunk.features, good)
-    each = [len(resolve(asked.position, n)) if n else 0 for n in lengths]
+    failures = _not_finite(trace, chunk)
+    kept = [0 if row in failures else n for row, n in _tokens(chunk)]
+    values = chunk.features
+    if failures:
+        values = values[np.repeat([n > 0 for n in kept], lengths)]
+    features = features_of_traces(asked, values, [n for n in kept if n])
+    each = [len(resolve(asked.position, n)) if n else 0 for n in kept]
     if is_reduced(asked.position):
-        each = [int(n > 0) for n in lengths]
+        each = [int(n > 0) for n in kept]
     return replace(
         chunk,
         features=features,
         lengths=np.array(each, np.int64),
         widths=asked.site_widths,
+        failures=chunk.failures | failures,
     )
+
+
+def _tokens(chunk: CapturedChunk) -> list[tuple[int, int]]:
+    """(row index, how many tokens of it were captured) of each row of a chunk."""
+    return list(zip(chunk.row_index.tolist(), chunk.lengths.tolist(), strict=True))
+
+
+def _not_finite(trace: TraceSpec, chunk: CapturedChunk) -> dict[int, RowFailure]:
+    """Row index → why its trace must not be stored, though what was asked for may be fine."""
+    if all_finite(chunk.features, "float32"):
+        return {}
+    ends = np.cumsum(trace.site_widths)
+    failures, start = {}, 0
+    for row, count in _tokens(chunk):
+        wrong = ~np.isfinite(chunk.features[start : start + count])
+        start += count
+        if wrong.any():
+            token, column = np.argwhere(wrong)[0].tolist()
+            site = trace.sites[int(ends.searchsorted(column, side="right"))]
+            failures[row] = RowFailure.of(
+                "non_finite", f"its trace holds NaN or infinity, first at {site}, token {token}"
+            )
+    return failures
 
 
 def encode_traces(

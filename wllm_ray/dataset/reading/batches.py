@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -75,7 +76,8 @@ class Batches:
         drop_last: Whether a last batch that is shorter is left out.
 
     Raises:
-        InvalidInputError: ``size`` is not positive (``invalid_argument``).
+        InvalidInputError: ``size`` is no positive integer, or ``seed`` is negative or no integer
+            (``invalid_argument``).
     """
 
     picker: Picker
@@ -85,10 +87,9 @@ class Batches:
     drop_last: bool
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise InvalidInputError(
-                f"a batch holds at least one row, found size {self.size}", code="invalid_argument"
-            )
+        _expect_integer("size", self.size, 1)
+        if self.seed is not None:
+            _expect_integer("seed", self.seed, 0)
 
     def __len__(self) -> int:
         full, rest = divmod(self._total, self.size)
@@ -133,6 +134,19 @@ class Batches:
         if self.seed is None:
             return None
         return np.random.default_rng(self.seed).permutation(self._total)
+
+
+def _expect_integer(name: str, found: Any, least: int) -> None:
+    """Take any integer, NumPy's too."""
+    try:
+        is_right = operator.index(found) >= least
+    except TypeError:
+        is_right = False
+    if not is_right:
+        raise InvalidInputError(
+            f"{name} is an integer from {least} on, found {name} {found!r}",
+            code="invalid_argument",
+        )
 
 
 def labelled(picker: Picker, labels: Labels, wanted: NDArray[np.int64]) -> Batch:

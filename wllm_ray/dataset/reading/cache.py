@@ -8,26 +8,26 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
-__all__ = ["ByteCache"]
+__all__ = ["BoundedCache"]
 
 _Value = TypeVar("_Value")
 
 
-class ByteCache:
-    """Keeps values up to so many bytes, those that were wanted last.
+class BoundedCache:
+    """Keeps values up to so many bytes, or so many of them: those that were wanted last.
 
     Threads that want the same value wait for the one that loads it; loads of different values run
     side by side. A forked child begins with locks of its own: whoever held the parent's is not in
     it.
 
     Args:
-        most: Bytes that are kept. A value that is larger is handed out and not kept.
+        most: Bytes, or values, that are kept. A value that is larger is handed out and not kept.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
-        self._bytes = 0
+        self._taken = 0
         self._renew()
 
     def __contains__(self, key: Hashable) -> bool:
@@ -38,8 +38,8 @@ class ByteCache:
 
         Args:
             key: What it is kept under.
-            load: Makes the value, and says how many bytes it takes up: 0 for what lies in a file
-                that is mapped. What it raises reaches the caller, and nothing is kept.
+            load: Makes the value, and says how much of the bound it takes up; what takes up
+                nothing is kept for ever. What it raises reaches the caller, and nothing is kept.
         """
         if self._pid != os.getpid():
             self._renew()
@@ -65,17 +65,20 @@ class ByteCache:
             if size > self.most or key in self._kept:
                 return
             self._kept[key] = value, size
-            self._bytes += size
-            if self._bytes > self.most:
-                self._drop_oldest()
+            self._taken += size
+            self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        for key, (_, size) in list(self._kept.items()):
-            if self._bytes <= self.most:
+        dropped = []
+        # Thousands may be kept, and each that comes may drop one: only the oldest are looked at.
+        for key, (_, size) in self._kept.items():
+            if self._taken <= self.most:
                 break
             if size:
-                del self._kept[key]
-                self._bytes -= size
+                dropped.append(key)
+                self._taken -= size
+        for key in dropped:
+            del self._kept[key]
 
     def _renew(self) -> None:
         self._pid = os.getpid()

@@ -15,8 +15,8 @@ from wllm_ray.dataset.format.features import decode_features, sha256_and_finite
 from wllm_ray.dataset.format.layout import DATASETS, MANIFEST_NAME, folder, spec_key
 from wllm_ray.dataset.format.manifest import FileEntry, Manifest
 from wllm_ray.dataset.format.trace import Trace, decode_traces
-from wllm_ray.dataset.reading.cache import ByteCache
-from wllm_ray.dataset.reading.maps import map_privately
+from wllm_ray.dataset.reading import maps
+from wllm_ray.dataset.reading.cache import BoundedCache
 from wllm_ray.dataset.reading.ranged import RangedFile, open_ranged
 from wllm_ray.dataset.reading.recorded import RecordedFiles, Verify
 from wllm_ray.dataset.reading.rowtable import read_rows
@@ -26,7 +26,7 @@ from wllm_ray.errors import NotFoundError, NotOfferedError
 
 __all__ = ["DatasetFiles", "Verify", "list_datasets", "open_manifest"]
 
-# What is kept of files that cannot be mapped: four shards of the default size, so that a thread
+# What is kept of files that are not mapped: four shards of the default size, so that a thread
 # or two that read ahead find theirs, and little beside the batches that training holds anyway.
 KEPT_BYTES = 256 << 20
 _LISTED = 10
@@ -54,15 +54,28 @@ def open_manifest(store: Store, dataset_id: str) -> Manifest:
 class DatasetFiles(RecordedFiles):
     """Shard arrays and row tables of one dataset, each checked once, at first access.
 
-    Local files are mapped. Others are fetched whole at first access, which checks them, and kept
-    within :data:`KEPT_BYTES`; of what was checked and is not kept any more, only the wanted bytes
-    are fetched. Any number of threads may read at once.
+    Local files are mapped, small ones read. Others are fetched whole at first access, which checks
+    them. What is not mapped is kept within :data:`KEPT_BYTES`; of what was fetched and checked and
+    is not kept any more, only the wanted bytes are fetched. Any number of threads may read at once.
     """
 
     @cached_property
-    def cache(self) -> ByteCache:
-        """What was fetched, and all maps: those take up no memory."""
-        return ByteCache(KEPT_BYTES)
+    def cache(self) -> BoundedCache:
+        """What was read or fetched, by its bytes."""
+        return BoundedCache(KEPT_BYTES)
+
+    @cached_property
+    def _maps(self) -> BoundedCache:
+        """Features files that are mapped, by their number: they take up no memory."""
+        return BoundedCache(maps.MOST_MAPS)
+
+    @cached_property
+    def stay_in_place(self) -> bool:
+        """Whether all features files are local, and all of them can be kept at once."""
+        entries = [entry for shard in self.manifest.shards for entry in shard.features_files]
+        read = [entry.bytes for entry in entries if not self.is_mapped(entry)]
+        few = len(entries) - len(read) <= self._maps.most
+        return self.is_local and few and sum(read) <= self.cache.most
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -179,11 +192,11 @@ class DatasetFiles(RecordedFiles):
     def _private_array(self, shard: int, number: int) -> NDArray[Any]:
         checked = self.array(shard, number)
         path = self.store.local_path(self.key_of(self._entry(shard, number)))
-        raw = None if path is None or not checked.size else map_privately(path)
+        raw = None if path is None or not checked.size else maps.map_privately(path)
         return checked.copy() if raw is None else self._decoded(raw, shard, number)
 
     def array(self, shard: int, number: int) -> NDArray[Any]:
-        """A whole features file as stored (bfloat16 as uint16), read-only; mapped where local.
+        """A whole features file as stored (bfloat16 as uint16), read-only; mapped where it can be.
 
         Args:
             shard: The shard's number.
@@ -192,12 +205,10 @@ class DatasetFiles(RecordedFiles):
         Raises:
             As :meth:`stored`.
         """
-        return self.cache.get((shard, number), lambda: self._opened(shard, number))
-
-    def _opened(self, shard: int, number: int) -> tuple[NDArray[Any], int]:
-        entry = self._entry(shard, number)
-        array = self.checked(shard, number, self.raw(entry))
-        return array, 0 if self.is_local else entry.bytes
+        is_mapped = self.is_mapped(entry := self._entry(shard, number))
+        cache, size = (self._maps, 1) if is_mapped else (self.cache, entry.bytes)
+        key = (shard, number)
+        return cache.get(key, lambda: (self.checked(shard, number, self.raw(entry)), size))
 
     def _ranged(self, shard: int, number: int) -> RangedFile:
         """A features file to be read by ranges, checked if it is not yet."""

@@ -73,7 +73,7 @@ class Picker:
         """
         if not len(wanted):
             return np.empty((0, *self.row_shape), numpy_dtype(self.files.manifest.dtype))
-        if self.files.is_local:
+        if self.files.stay_in_place:
             parts = [array.pick(wanted) for array in self._mapped]
             if self.files.manifest.shard_layout == "stacked" or self.site is not None:
                 return parts[0]
@@ -114,14 +114,14 @@ class Picker:
 
 
 class _MappedRows:
-    """Feature rows of one array, which lies in as many mapped files as there are shards.
+    """Feature rows of one array, which lies in as many files as there are shards.
 
     NumPy picks out of one array at a time; picked shard by shard, every row would be copied twice
-    to get into order. But all maps are in one address space: seen as one array of rows that
+    to get into order. But all files are in one address space: seen as one array of rows that
     begins at every byte from the lowest row on, they are picked out of at once.
 
     Args:
-        files: The dataset's files, which are local.
+        files: The dataset's files, which are local and few enough to be kept all.
         number: Which of the manifest's arrays.
         column: The one place of its first axis that is wanted, or None for all.
     """

@@ -9,15 +9,13 @@
 
 from __future__ import annotations
 
-import os
-
 from wllm_ray.dataset.format.layout import split_dataset_path
 from wllm_ray.dataset.reading import verify as verification
 from wllm_ray.dataset.reading.activations import ActivationDataset
 from wllm_ray.dataset.reading.files import DatasetFiles, open_manifest
 from wllm_ray.dataset.reading.recorded import Verify
 from wllm_ray.dataset.reading.rowindex import FailedRow
-from wllm_ray.dataset.stores.store import Root, open_store
+from wllm_ray.dataset.stores.store import Root, open_store, root_text
 from wllm_ray.errors import InvalidInputError
 
 __all__ = ["ActivationDataset", "FailedRow", "load_dataset"]
@@ -58,13 +56,13 @@ def load_dataset(
 def _located(root: Root, dataset_id: str | None) -> tuple[Root, str]:
     if dataset_id is not None:
         return root, dataset_id
-    is_path = isinstance(root, (str, os.PathLike))
-    given = os.fspath(root) if isinstance(root, (str, os.PathLike)) else root.uri
-    found = split_dataset_path(given) if is_path else None
+    given = root_text(root)  # refuses what may hold a secret, which a message would repeat
+    found = None if given is None else split_dataset_path(given)
     if found is None:
+        shown = "an open store" if given is None else ascii(given)
         raise InvalidInputError(
             f"expected load_dataset(ROOT, DATASET_ID), or the path ROOT/datasets/DATASET_ID alone; "
-            f"found {given!a} alone",
+            f"found {shown} alone",
             code="invalid_argument",
         )
     return found

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from wllm_ray.dataset.format.layout import folder
 from wllm_ray.dataset.format.manifest import FileEntry, Manifest
-from wllm_ray.dataset.reading.maps import map_file
-from wllm_ray.dataset.reading.staged import expect_size
+from wllm_ray.dataset.reading import maps
+from wllm_ray.dataset.reading.staged import expect_listed, expect_size
 from wllm_ray.dataset.stores.local import LocalStore
 from wllm_ray.dataset.stores.remote import ObjectStore
 from wllm_ray.dataset.stores.store import Root, Store, open_store
@@ -76,16 +76,20 @@ class RecordedFiles:
         sizes = dict(self.store.list(folder(self.manifest.dataset_id)))
         for shard in self.manifest.shards:
             for entry in shard.files:
-                found = sizes.get(self.key_of(entry))
-                expect_size(self.store, self.manifest.dataset_id, entry, found)
+                listed = sizes.get(self.key_of(entry))
+                expect_listed(self.store, self.manifest.dataset_id, entry, listed)
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether the files can be mapped."""
+        """Whether the files lie in a local folder; large ones are mapped there."""
         return self.store.local_path(folder(self.manifest.dataset_id)) is not None
 
+    def is_mapped(self, entry: FileEntry) -> bool:
+        """Whether a file is mapped, and not read or fetched."""
+        return self.is_local and entry.bytes >= maps.MAPPED_FROM
+
     def raw(self, entry: FileEntry) -> NDArray[np.uint8]:
-        """A whole file of the recorded size, [bytes] uint8, read-only: mapped where local.
+        """A whole file of the recorded size, [bytes] uint8, read-only: mapped where it can be.
 
         Raises:
             IntegrityError: ``size_mismatch``, ``file_missing`` or ``name_invalid``.
@@ -97,7 +101,7 @@ class RecordedFiles:
             with self.as_recorded(entry):
                 raw: NDArray[np.uint8] | None = np.frombuffer(self.store.get(key), np.uint8)
         else:
-            raw = map_file(path)
+            raw = maps.map_file(path)
         found = None if raw is None else raw.size
         expect_size(self.store, self.manifest.dataset_id, entry, found)
         assert raw is not None  # expect_size has refused it

@@ -147,8 +147,12 @@ class RowIndex:
         """Which of the good rows this is.
 
         Raises:
-            InvalidInputError: It is none of them (``invalid_argument``).
+            InvalidInputError: It is none of them, or no text (``invalid_argument``).
         """
+        if not isinstance(row_id, str):
+            raise InvalidInputError(
+                f"a row id is a text, found {row_id!r}", code="invalid_argument"
+            )
         if row_id in self._numbers:
             return self._numbers[row_id]
         failure = self.failures.get(row_id)

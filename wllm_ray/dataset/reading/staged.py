@@ -18,7 +18,8 @@ from wllm_ray.dataset.format.layout import (
     receipt_shard,
     spec_key,
 )
-from wllm_ray.dataset.format.manifest import DatasetSpec, FileEntry, Manifest, Receipt, spec_digest
+from wllm_ray.dataset.format.manifest import DatasetSpec, FileEntry, Manifest, Receipt
+from wllm_ray.dataset.reading.maps import reading
 from wllm_ray.dataset.stores.store import Store
 from wllm_ray.digest import sha256_hex
 from wllm_ray.errors import IntegrityError, NotFoundError
@@ -27,6 +28,7 @@ __all__ = [
     "check_file",
     "committed_receipts",
     "expect_committed_spec",
+    "expect_listed",
     "expect_not_lost",
     "expect_size",
     "load_spec",
@@ -42,11 +44,13 @@ def load_spec(store: Store, dataset_id: str) -> DatasetSpec:
 
     Raises:
         NotFoundError: No dataset with this id was begun here (``dataset_not_found``).
-        IntegrityError: The spec is not valid, or is another dataset's.
+        IntegrityError: The spec is not valid, or is another dataset's; or the dataset is committed
+            and has lost it (``file_missing``).
     """
     try:
         spec = read_spec(store.get(spec_key(dataset_id)))
     except NotFoundError:
+        expect_not_lost(store, spec_key(dataset_id), dataset_id)
         raise NotFoundError(
             f"no dataset {dataset_id!r} was begun under {store.uri}", code="dataset_not_found"
         ) from None
@@ -172,11 +176,11 @@ def expect_committed_spec(store: Store, spec: DatasetSpec, manifest: Manifest) -
     Raises:
         IntegrityError: ``digest_mismatch``.
     """
-    _expect_recorded(store, spec_key(spec.dataset_id), spec_digest(spec), manifest.spec_sha256)
+    _expect_recorded(store, spec_key(spec.dataset_id), spec.sha256, manifest.spec_sha256)
 
 
 def expect_not_lost(store: Store, key: str, dataset_id: str) -> None:
-    """Refuse to write a document anew that a committed dataset has lost.
+    """Refuse to go on without a document that a committed dataset has lost.
 
     Raises:
         IntegrityError: The manifest is there and the document is not (``file_missing``).
@@ -220,6 +224,7 @@ def check_file(store: Store, dataset_id: str, entry: FileEntry) -> None:
 
     Raises:
         IntegrityError: ``file_missing``, ``size_mismatch`` or ``digest_mismatch``.
+        StorageError: It cannot be read.
     """
     key = f"{folder(dataset_id)}/{entry.name}"
     expect_size(store, dataset_id, entry, store.size(key))
@@ -227,7 +232,7 @@ def check_file(store: Store, dataset_id: str, entry: FileEntry) -> None:
     if path is None:
         found = hashlib.sha256(store.get(key)).hexdigest()
     else:
-        with path.open("rb") as file:
+        with reading(path), path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != entry.sha256:
         raise IntegrityError(
@@ -236,6 +241,12 @@ def check_file(store: Store, dataset_id: str, entry: FileEntry) -> None:
             code="digest_mismatch",
             details={"file": entry.name},
         )
+
+
+def expect_listed(store: Store, dataset_id: str, entry: FileEntry, listed: int | None) -> None:
+    """As :func:`expect_size`, by a listing, which may lag behind: what it lacks is asked for."""
+    found = store.size(f"{folder(dataset_id)}/{entry.name}") if listed is None else listed
+    expect_size(store, dataset_id, entry, found)
 
 
 def expect_size(store: Store, dataset_id: str, entry: FileEntry, found: int | None) -> None:

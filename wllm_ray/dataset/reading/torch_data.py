@@ -20,16 +20,21 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from wllm_ray.dataset.format.dtypes import Dtype
 from wllm_ray.dataset.reading.batches import Batches
 from wllm_ray.dataset.reading.picking import Picker
 from wllm_ray.dataset.reading.rowindex import RowIndex
 from wllm_ray.errors import InvalidInputError
+from wllm_ray.extras import not_installed
+
+try:
+    import torch
+    import torch.distributed
+    from torch.utils.data import Dataset, IterableDataset, get_worker_info
+except ModuleNotFoundError as error:
+    raise not_installed(error, "pip install torch") from None
 
 __all__ = ["FeatureBatches", "FeatureRows", "tensor_of"]
 

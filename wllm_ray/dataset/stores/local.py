@@ -8,31 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
-import re
-import socket
 import stat
-import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from wllm_ray.dataset.stores.buffers import Buffers, sha256_of, views
-from wllm_ray.dataset.stores.keys import TEMPORARY_PREFIX, check_key
+from wllm_ray.dataset.stores.buffers import Buffers, views
+from wllm_ray.dataset.stores.keys import check_key
+from wllm_ray.dataset.stores.local_writing import (
+    link,
+    make_folders,
+    sync_folder,
+    temporary_beside,
+    write,
+    write_and_hash,
+)
 from wllm_ray.dataset.stores.probing import probe_store
 from wllm_ray.dataset.stores.ranges import check_ranges, expect_whole
 from wllm_ray.dataset.stores.store import Probe, PutMode, Stored
 from wllm_ray.errors import AlreadyExistsError, IntegrityError, NotFoundError, StorageError
 
 __all__ = ["LocalStore"]
-
-_PRIVATE_FOLDER = 0o700
-_PRIVATE_FILE = 0o600
-# Below this a thread costs more than hashing.
-_HASHED_ALONGSIDE = 1 << 20
 
 
 class LocalStore:
@@ -68,26 +66,29 @@ class LocalStore:
         return False
 
     def _write(self, path: Path, buffers: list[memoryview], mode: PutMode) -> bool:
-        with _storage_errors("write", path.name, self.uri), _temporary(path.parent) as temporary:
-            _write(temporary, buffers)
+        with (
+            _storage_errors("write", path.name, self.uri),
+            temporary_beside(path.parent) as temporary,
+        ):
+            write(temporary, buffers)
             created = True
             if mode == "create":
-                created = _link(temporary, path)
+                created = link(temporary, path)
             else:
                 temporary.replace(path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         return created
 
     def put_content(self, prefix: str, suffix: str, data: Buffers) -> Stored:
         """Write one object under its content name; see :meth:`.store.Store.put_content`."""
         parent = self._writable_path(prefix + suffix).parent
         buffers = views(data)
-        with _storage_errors("write", prefix, self.uri), _temporary(parent) as temporary:
-            sha256 = _write_and_hash(temporary, buffers)
+        with _storage_errors("write", prefix, self.uri), temporary_beside(parent) as temporary:
+            sha256 = write_and_hash(temporary, buffers)
             key = f"{prefix}{sha256[:16]}{suffix}"
             # A file of this name may be damaged; these bytes are known to be right.
             temporary.replace(self._writable_path(key))
-            _sync_folder(parent)
+            sync_folder(parent)
         return Stored(key, sum(map(len, buffers)), sha256)
 
     def get(self, key: str) -> bytes:
@@ -99,6 +100,8 @@ class LocalStore:
         """One object as a stream; see :meth:`.store.Store.open`."""
         path = self._path(key)
         with _storage_errors("read", key, self.uri):
+            if path.is_symlink():  # what is left of one once all are resolved
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             if path.is_file():
                 with contextlib.suppress(FileNotFoundError):  # it has just gone
                     return path.open("rb")
@@ -173,7 +176,7 @@ class LocalStore:
     def _writable_path(self, key: str) -> Path:
         path = self._path(key)
         with _storage_errors("create the folder of", key, self.uri):
-            _make_folders(path.parent)
+            make_folders(path.parent)
         return path
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, int]]:
@@ -183,13 +186,24 @@ class LocalStore:
             return
         for entry in entries:
             key = f"{prefix}/{entry.name}"
-            if entry.is_symlink() and self._path(key).is_symlink():
-                continue  # it leads to itself
-            if entry.is_dir(follow_symlinks=False):
+            if entry.is_symlink():
+                found = self._linked(key)
+                if found is not None:
+                    yield key, found.st_size
+            elif entry.is_dir():
                 yield from self._walk(key)
             elif entry.is_file():
                 with contextlib.suppress(FileNotFoundError):  # a temporary that has just gone
                     yield key, entry.stat().st_size
+
+    def _linked(self, key: str) -> os.stat_result | None:
+        """The file that a link in a listing leads to, or None where it is none of this root.
+
+        Anybody may have put the link there; who asks for it by name is still refused.
+        """
+        with contextlib.suppress(IntegrityError):
+            return self._stat(key)
+        return None
 
 
 @contextlib.contextmanager
@@ -199,55 +213,16 @@ def _storage_errors(verb: str, key: str, root: str) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise StorageError(
+                f"could not {verb} {key} under the storage root {root}: a symbolic link on the "
+                f"way leads back to itself; remove it, or point it to a file"
+            ) from error
         reason = os.strerror(error.errno) if error.errno else type(error).__name__
         raise StorageError(
             f"could not {verb} {key} under the storage root {root}: {reason}; nothing half-written "
             f"was left. Check its space and permissions, and run again"
         ) from error
-
-
-@contextlib.contextmanager
-def _temporary(folder: Path) -> Iterator[Path]:
-    """A name in the same folder that no other writer has, removed whatever happens."""
-    host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
-    # Host and process tell a person whose it is. They come again in the next container, where
-    # what a killed writer left would be in the way.
-    path = folder / f"{TEMPORARY_PREFIX}{host}-{os.getpid()}-{uuid.uuid4().hex[:16]}"
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _write_and_hash(path: Path, buffers: list[memoryview]) -> str:
-    """Both at once: they release the interpreter lock, so it takes as long as the slower one."""
-    if sum(map(len, buffers)) < _HASHED_ALONGSIDE:
-        _write(path, buffers)
-        return sha256_of(buffers)
-    hashing = _hashers(os.getpid()).submit(sha256_of, buffers)
-    try:
-        _write(path, buffers)
-    finally:
-        sha256 = hashing.result()  # waited for in any case: the buffers are the caller's
-    return sha256
-
-
-@functools.cache
-def _hashers(_process: int) -> ThreadPoolExecutor:
-    """Threads that hash, kept, since starting one costs milliseconds; a fork gets its own."""
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="wllm-hash")
-
-
-def _write(path: Path, buffers: list[memoryview]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE)
-    try:
-        for buffer in buffers:
-            done = 0
-            while done < len(buffer):
-                done += os.write(descriptor, buffer[done:])
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_range(descriptor: int, start: int, stop: int) -> memoryview:
@@ -259,39 +234,3 @@ def _read_range(descriptor: int, start: int, stop: int) -> memoryview:
     while read := os.preadv(descriptor, [found[done:]], start + done):
         done += read
     return found[:done].toreadonly()
-
-
-def _link(temporary: Path, path: Path) -> bool:
-    """Give the file its final name; False if the name was taken.
-
-    A network file system may lose the answer to a link that worked: the link count tells.
-    """
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return temporary.stat().st_nlink > 1
-    except OSError as error:
-        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
-            raise StorageError(
-                f"the file system of {path.parent} has no hard links, so create-only writes are "
-                f"not possible there; choose another storage root"
-            ) from error
-        raise
-    return True
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _make_folders(folder: Path) -> None:
-    if folder.is_dir():
-        return
-    _make_folders(folder.parent)
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=_PRIVATE_FOLDER)
-    _sync_folder(folder.parent)

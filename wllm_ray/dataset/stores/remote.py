@@ -71,7 +71,8 @@ class ObjectStore:
         if mode == "overwrite":
             self._overwrite(key, buffers)
             return True
-        return self._create(key, b"".join(buffers))
+        with storage_errors("write", key, self.uri):
+            return self._create(key, b"".join(buffers))
 
     def put_content(self, prefix: str, suffix: str, data: Buffers) -> Stored:
         """Write one object under its content name; see :meth:`.store.Store.put_content`.

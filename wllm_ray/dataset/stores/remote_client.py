@@ -13,7 +13,8 @@ from typing import Any
 from obstore.exceptions import BaseError
 from obstore.store import MemoryStore, from_url
 
-from wllm_ray.dataset.stores.remote_errors import meaning
+from wllm_ray.dataset.stores.environment import check_environment
+from wllm_ray.dataset.stores.remote_errors import is_panic, meaning
 from wllm_ray.errors import InvalidInputError, StorageError
 
 __all__ = ["expect_not_forked", "open_client"]
@@ -66,9 +67,12 @@ def open_client(uri: str) -> Any:
         "retry_timeout": RETRY_TIMEOUT,
         "backoff": {"init_backoff": FIRST_BACKOFF, "max_backoff": MAX_BACKOFF, "base": 2},
     }
+    check_environment(uri.partition("://")[0])
     try:
         return from_url(uri, client_options=_options(uri), retry_config=retry)
-    except (BaseError, ValueError) as error:
+    except BaseException as error:
+        if not isinstance(error, (BaseError, ValueError)) and not is_panic(error):
+            raise
         words = meaning(error, "check its form, SCHEME://BUCKET/FOLDER, and the environment")
         raise InvalidInputError(
             f"cannot open the storage root {uri!a}: {words}", code="invalid_argument"

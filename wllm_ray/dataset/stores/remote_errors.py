@@ -14,7 +14,7 @@ from obstore.exceptions import BaseError
 
 from wllm_ray.errors import StorageError, WLLMError
 
-__all__ = ["is_missing_bucket", "meaning", "storage_errors"]
+__all__ = ["is_missing_bucket", "is_panic", "meaning", "storage_errors"]
 
 _MISSING_BUCKET = "NoSuchBucket|ContainerNotFound|The specified bucket does not exist"
 _REFUSED_CREDENTIALS = (
@@ -27,6 +27,11 @@ _CREDENTIALS = (
 )
 # The first that is found in the client's text tells; each says what to do.
 _CLUES = (
+    (
+        "InvalidUri|RelativeUrlWithoutBase|InvalidPort",
+        "an address is none; check AWS_ENDPOINT_URL or its like",
+    ),
+    ("InvalidHeaderValue", "a credential or a region holds a line break; set it without"),
     (
         "BadScheme",
         "the address is plain http; use https, or set AWS_ALLOW_HTTP=true (AZURE_…, GOOGLE_…)",
@@ -63,7 +68,12 @@ def is_missing_bucket(error: Exception) -> bool:
     return re.search(_MISSING_BUCKET, str(error)) is not None
 
 
-def meaning(error: Exception, otherwise: str = "the request failed; run again") -> str:
+def is_panic(error: BaseException) -> bool:
+    """Whether the client broke down, of which it tells by an error that is no ``Exception``."""
+    return type(error).__name__ == "PanicException"
+
+
+def meaning(error: BaseException, otherwise: str = "the request failed; run again") -> str:
     """What a client's error means and what to do, in our own words.
 
     Args:
@@ -71,11 +81,13 @@ def meaning(error: Exception, otherwise: str = "the request failed; run again") 
         otherwise: What to say where its text has no clue.
     """
     text = str(error)
+    if is_panic(error):
+        otherwise = "the client broke down; check the addresses and credentials it is given"
     words = next((words for pattern, words in _CLUES if re.search(pattern, text)), otherwise)
     return f"{words} ({_facts(error, text)})"
 
 
-def _facts(error: Exception, text: str) -> str:
+def _facts(error: BaseException, text: str) -> str:
     """The error's type, the HTTP status and the server's code, such as ``NoSuchBucket``."""
     status = re.search(r"status code: (\d{3})\b", text)
     code = re.search(r"<Code>([A-Za-z]{1,60})</Code>", text)
@@ -100,7 +112,9 @@ def storage_errors(verb: str, key: str, uri: str) -> Iterator[None]:
         # Of one object it has been caught: what remains is a place that is not there.
         words = meaning(error) if is_missing_bucket(error) else _no_place(error)
         raise StorageError(f"could not {verb} {key} under {uri}: {words}") from None
-    except (BaseError, OSError) as error:
+    except BaseException as error:
+        if not isinstance(error, (BaseError, OSError)) and not is_panic(error):
+            raise
         raise StorageError(f"could not {verb} {key} under {uri}: {meaning(error)}") from None
 
 

@@ -9,19 +9,22 @@ parts. Two backends keep this contract, and one suite in ``tests/dataset`` holds
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import BinaryIO, Literal, Protocol, TypeAlias, cast, runtime_checkable
 from urllib.parse import unquote, urlsplit
 
 from wllm_ray.dataset.stores.buffers import Buffers
 from wllm_ray.errors import InvalidInputError
 
-__all__ = ["Buffers", "Probe", "PutMode", "Root", "Store", "Stored", "open_store"]
+__all__ = ["Buffers", "Probe", "PutMode", "Root", "Store", "Stored", "open_store", "root_text"]
 
 PutMode: TypeAlias = Literal["create", "overwrite"]
+
+_SCHEMES = ("file", "memory", "s3", "gs", "az")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,26 +152,50 @@ def open_store(root: Root) -> Store:
             as it is.
 
     Raises:
-        InvalidInputError: A scheme that is not known, or a URI that holds credentials or cannot
-            be read (code ``invalid_argument``).
+        InvalidInputError: No root at all, a scheme that is not known, or a URI that holds
+            credentials or cannot be read (code ``invalid_argument``).
     """
     from wllm_ray.dataset.stores.local import LocalStore
     from wllm_ray.dataset.stores.remote import open_object_store
 
-    if not isinstance(root, (str, os.PathLike)):
-        return root
-    text = os.fspath(root)
+    text = root_text(root)
+    if text is None:
+        return cast("Store", root)
     scheme, separator, _ = text.partition("://")
     if not separator:
         return LocalStore(Path(text))
-    if scheme not in ("file", "memory", "s3", "gs", "az"):
-        raise InvalidInputError(
-            f"a storage root is a local path, file://, memory://, s3://, gs:// or az://; "
-            f"found scheme {scheme!a}",
-            code="invalid_argument",
-        )
-    _expect_plain(scheme, text)
     return LocalStore(_local_path(text)) if scheme == "file" else open_object_store(text)
+
+
+def root_text(root: Root) -> str | None:
+    """A root as people write it, once it may be shown to everybody; None for an open store.
+
+    Raises:
+        InvalidInputError: As :func:`open_store`; what may be a secret is not repeated.
+    """
+    text = os.fspath(root) if isinstance(root, os.PathLike) else root
+    if not isinstance(text, str):
+        if hasattr(text, "get_ranges"):
+            return None
+        raise _refusal(f"found {type(root).__name__}")
+    scheme, separator, _ = text.partition("://")
+    if not text or "\0" in (unquote(text) if separator else text):
+        raise _refusal("found a NUL character in one" if text else "found an empty one")
+    if separator:
+        if scheme not in _SCHEMES:
+            is_word = re.fullmatch(r"[a-zA-Z][a-zA-Z0-9+-]*", scheme)
+            raise _refusal(f"found scheme {scheme!a}" if is_word else "found another scheme")
+        _expect_plain(scheme, text)
+    elif slashed := re.match(rf"({'|'.join(_SCHEMES)}):/", text):
+        raise _refusal(f"found one slash: write {slashed[1]}://…, and as str, since Path drops one")
+    return text
+
+
+def _refusal(found: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"a storage root is a local path, file://, memory://, s3://, gs:// or az://; {found}",
+        code="invalid_argument",
+    )
 
 
 def _expect_plain(scheme: str, uri: str) -> None:
@@ -187,7 +214,8 @@ def _expect_plain(scheme: str, uri: str) -> None:
         )
     if any(unquote(part) in (".", "..") for part in path.split("/")):
         raise InvalidInputError(
-            f"expected a storage root without '.' and '..', found {uri!a}", code="invalid_argument"
+            f"expected a storage root without '.' and '..' after {scheme}://",
+            code="invalid_argument",
         )
 
 

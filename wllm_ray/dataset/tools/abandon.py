@@ -16,6 +16,7 @@ from wllm_ray.dataset.format.layout import (
     manifest_key,
     receipt_shard,
 )
+from wllm_ray.dataset.stores.probing import expect_create_only
 from wllm_ray.dataset.stores.store import Root, Store, open_store
 from wllm_ray.dataset.tools.folders import file_sizes, is_ours
 from wllm_ray.digest import canonical_json
@@ -51,7 +52,8 @@ def abandon_dataset(
     Raises:
         NotFoundError: No file lies under this id (``dataset_not_found``).
         ConflictError: It is committed (``dataset_immutable``), or a writer may be at work on it
-            (``dataset_conflict``).
+            (``dataset_conflict``), or the root does not honour create-only writes, so that a
+            commit could not be told from this (``single_writer_root``).
         StorageError: The root failed to list, read, write or delete.
     """
     store = open_store(root)
@@ -59,6 +61,7 @@ def abandon_dataset(
         raise _committed(dataset_id)
     _expect_no_writer(store, dataset_id, (now or datetime.now(UTC)) - older_than)
     if delete:
+        expect_create_only(store)
         _mark(store, dataset_id)
     # After the mark: what a commit would have needed is not written any more.
     sizes = file_sizes(store, dataset_id)

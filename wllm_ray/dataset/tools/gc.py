@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from wllm_ray.dataset.format.layout import (
@@ -30,8 +31,8 @@ from wllm_ray.dataset.format.layout import (
 from wllm_ray.dataset.format.manifest import DatasetSpec
 from wllm_ray.dataset.reading.staged import (
     committed_receipts,
+    expect_listed,
     expect_not_lost,
-    expect_size,
     load_spec,
     read_receipts,
     standing_manifest,
@@ -41,7 +42,7 @@ from wllm_ray.dataset.tools.abandon import ONE_DAY, expect_not_abandoned
 from wllm_ray.dataset.tools.folders import content_shard, file_sizes, is_temporary
 from wllm_ray.errors import IntegrityError, InvalidInputError, NotFoundError
 
-__all__ = ["GcReport", "Leftover", "collect_garbage"]
+__all__ = ["GcReport", "Leftover", "collect_garbage", "expect_root"]
 
 Kind: TypeAlias = Literal["temporary", "superseded", "foreign"]
 State: TypeAlias = Literal["committed", "begun", "unknown", "damaged"]
@@ -148,6 +149,29 @@ def collect_garbage(
         yield _emptied(store, report) if delete else report
 
 
+def expect_root(root: Root) -> None:
+    """Refuse a place without any dataset that a slip explains; a root may be empty.
+
+    Raises:
+        NotFoundError: There is no such folder (``object_not_found``).
+        InvalidInputError: It is the folder of datasets in a root (``invalid_argument``).
+        StorageError: The root failed to list.
+    """
+    store = open_store(root)
+    if store.local_path(DATASETS) is not None and not Path(store.uri).is_dir():
+        raise NotFoundError(
+            f"expected a storage root, found no folder {store.uri}; check the path",
+            code="object_not_found",
+        )
+    parent, _, name = store.uri.rstrip("/").rpartition("/")
+    if name == DATASETS and not parent.endswith("/") and _dataset_ids(open_store(parent or "/")):
+        raise InvalidInputError(
+            f"{store.uri} is the folder of datasets inside a storage root; name the root, "
+            f"{parent or '/'}",
+            code="invalid_argument",
+        )
+
+
 def _dataset_ids(store: Store) -> list[str]:
     """Ids of all folders of datasets, sorted; what else lies there is not of this library."""
     names = {key.split("/")[1] for key, _ in store.list(DATASETS) if key.count("/") > 1}
@@ -230,7 +254,7 @@ def _records(store: Store, dataset_id: str, sizes: Mapping[str, int]) -> _Record
     for number, receipt in receipts.items():
         named.add(receipt_key(dataset_id, number).rpartition("/")[2])
         for entry in receipt.files:
-            expect_size(store, dataset_id, entry, sizes.get(entry.name))
+            expect_listed(store, dataset_id, entry, sizes.get(entry.name))
             named.add(entry.name)
     return _Records(
         state="begun" if manifest is None else "committed",

@@ -21,7 +21,6 @@ from wllm_ray.dataset.format.manifest import (
     Manifest,
     Receipt,
     ShardEntry,
-    spec_digest,
 )
 from wllm_ray.dataset.reading.files import DatasetFiles, open_manifest
 from wllm_ray.dataset.reading.recheck import check_manifest, check_rows
@@ -30,7 +29,13 @@ from wllm_ray.dataset.reading.rowtable import good_rows
 from wllm_ray.dataset.reading.staged import committed_receipts, load_spec
 from wllm_ray.dataset.reading.verify import OnBytes, ignore_bytes
 from wllm_ray.dataset.stores.store import Root, Store, open_store
-from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, put_receipt, staged_shards
+from wllm_ray.dataset.writing.writer import (
+    commit_manifest,
+    create_spec,
+    measured,
+    put_receipt,
+    staged_shards,
+)
 from wllm_ray.errors import ConflictError, InvalidInputError
 from wllm_ray.records import Fingerprint
 
@@ -211,17 +216,37 @@ def _copy_missing(
     done = 0
     staged = staged_shards(target, spec)
     for part in parts:
-        if part.shard not in staged:
-            put_receipt(target, spec, _copied(target, spec, part))
+        standing = staged.get(part.shard)
+        if standing is None:
+            result = put_receipt(target, spec, _copied(target, spec, part))
+            standing = result.receipt if result.superseded else None
+        if standing is not None:
+            _expect_same(spec, part, standing)
         done += sum(entry.bytes for entry in part.entry.files)
         on_bytes(done, total)
+
+
+def _expect_same(spec: DatasetSpec, part: _Part, standing: Receipt) -> None:
+    """The shard that stands already is a copy of this one, not of another capture of the rows.
+
+    Raises:
+        ConflictError: It holds other features (``dataset_conflict``).
+    """
+    if measured(standing) != measured(part.receipt):
+        raise ConflictError(
+            f"shard {part.shard} of dataset {spec.dataset_id!r} stands already and holds other "
+            f"features than shard {part.entry.shard} of {part.files.manifest.dataset_id!r}: the "
+            f"same rows, captured another time. Nothing was changed; merge into another id",
+            stage="merge",
+            details={"shard": part.shard},
+        )
 
 
 def _copied(target: Store, spec: DatasetSpec, part: _Part) -> Receipt:
     """The receipt of a shard whose files are copied."""
     files = tuple(_copied_file(target, spec, part, entry) for entry in part.entry.files)
     own = {
-        "spec_sha256": spec_digest(spec),
+        "spec_sha256": spec.sha256,
         "shard": part.shard,
         "first_row": part.first_row,
         "files": files,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wllm_ray.dataset.format.dtypes import all_finite, is_exact, is_finite, narrow
+from wllm_ray.dataset.format.dtypes import all_finite, is_exact, is_finite, narrow, widen
 from wllm_ray.dataset.format.manifest import DatasetSpec
 from wllm_ray.records import CapturedChunk, RowFailure
 
@@ -35,9 +35,8 @@ class Screen:
         self._features = chunk.features
         self.stored = narrow(chunk.features, spec.dtype)
         self._is_finite = all_finite(chunk.features, "float32")
-        self._fits = spec.dtype == "float32" or (
-            all_finite(self.stored, spec.dtype) and is_exact(chunk.features, spec.dtype)
-        )
+        self._is_lossless = spec.storage_dtype == "native"
+        self._fits = spec.dtype == "float32" or self._fit(chunk.features, self.stored)
         # [feature rows, sites]: a vector that does not begin with zero need not be read. In
         # bfloat16 only what is zero in float32 is zero as well.
         values = self.stored if spec.dtype == "float16" else chunk.features
@@ -75,20 +74,24 @@ class Screen:
                 )
         return None
 
+    def _fit(self, values: NDArray[np.float32], stored: NDArray[Any]) -> bool:
+        """Whether all values have room in the dtype and, where it is native, are not rounded."""
+        return all_finite(stored, self._dtype) and not (
+            self._is_lossless and not is_exact(values, stored, self._dtype)
+        )
+
     def _does_not_fit(self, start: int, stop: int) -> RowFailure | None:
-        """What float16 has no room for, or what bfloat16 would round."""
-        if self._fits:
+        """What float16 has no room for, or what the engine's own dtype would round."""
+        values, stored = self._features[start:stop], self.stored[start:stop]
+        if self._fits or self._fit(values, stored):
             return None
-        values = self._features[start:stop]
-        wrong = ~is_finite(self.stored[start:stop], self._dtype)
+        wrong = ~is_finite(stored, self._dtype)
         if wrong.any():
             at, column = np.argwhere(wrong)[0].tolist()
             said = f"holds {values[at, column]:.6g}, which is too large for {self._dtype}"
-        elif not is_exact(values, self._dtype):
-            wrong = np.ascontiguousarray(values).view("<u4") & 0xFFFF != 0
-            said = f"holds values that {self._dtype} would round, though it is the engine's dtype"
         else:
-            return None
+            wrong = widen(stored, self._dtype) != values
+            said = f"holds values that {self._dtype} would round, though it is the engine's dtype"
         return RowFailure.of("storage_overflow", f"{self._first(wrong, said)}; store float32")
 
     def _first(self, wrong: NDArray[np.bool_], said: str) -> str:

@@ -26,7 +26,6 @@ from wllm_ray.dataset.format.manifest import (
     Manifest,
     Receipt,
     document_bytes,
-    spec_digest,
 )
 from wllm_ray.dataset.format.rows import rows_sha256
 from wllm_ray.dataset.format.trace import taken_from_traces
@@ -34,8 +33,8 @@ from wllm_ray.dataset.reading.staged import (
     check_file,
     committed_receipts,
     expect_committed_spec,
+    expect_listed,
     expect_not_lost,
-    expect_size,
     load_spec,
     orphans,
     read_receipts,
@@ -58,6 +57,7 @@ __all__ = [
     "commit_manifest",
     "create_spec",
     "load_spec",
+    "measured",
     "orphans",
     "put_receipt",
     "stage_shard",
@@ -151,7 +151,7 @@ def stage_shard(
     digest = rows_sha256(assembled.outcomes)
     files = write_files(store, spec, shard, assembled, chunks)
     receipt = Receipt(
-        spec_sha256=spec_digest(spec),
+        spec_sha256=spec.sha256,
         shard=shard,
         first_row=spec.shards[shard].first_row,
         rows=len(rows),
@@ -194,7 +194,8 @@ def commit_manifest(store: Store, dataset_id: str) -> Manifest:
         receipts = committed_receipts(store, spec, standing)
     for receipt in receipts.values():
         for entry in receipt.files:
-            expect_size(store, dataset_id, entry, sizes.get(f"{folder(dataset_id)}/{entry.name}"))
+            listed = sizes.get(f"{folder(dataset_id)}/{entry.name}")
+            expect_listed(store, dataset_id, entry, listed)
     return standing or _create_manifest(store, spec, receipts)
 
 
@@ -212,11 +213,11 @@ def put_receipt(store: Store, spec: DatasetSpec, receipt: Receipt) -> StageResul
         standing = read_receipt(store.get(key), spec, receipt.shard)
     for entry in standing.files:
         check_file(store, spec.dataset_id, entry)
-    return StageResult(standing, superseded=_measured(standing) != _measured(receipt))
+    return StageResult(standing, superseded=measured(standing) != measured(receipt))
 
 
-def _measured(receipt: Receipt) -> tuple[Any, ...]:
-    """What enters the content digest; timings and the table's own bytes do not."""
+def measured(receipt: Receipt) -> tuple[Any, ...]:
+    """What of a receipt enters the content digest; timings and the table's own bytes do not."""
     features = [entry.sha256 for entry in receipt.features_files]
     return receipt.rows_sha256, features, receipt.fingerprint
 
