@@ -43,6 +43,7 @@ def gc(
     are listed; they resume when their job is run again.
     """
     from wllm_ray.dataset.format.layout import split_dataset_path
+    from wllm_ray.dataset.stores.store import root_text
     from wllm_ray.dataset.tools.gc import collect_garbage, expect_root
 
     age = timedelta(hours=older_than)
@@ -51,7 +52,7 @@ def gc(
         return
     where = (root, dataset_id)
     if dataset_id is None:
-        where = split_dataset_path(root) or where
+        where = split_dataset_path(root_text(root)) or where
     reports = []
     for report in collect_garbage(*where, delete=delete, older_than=age):
         reports.append(report)
