@@ -52,7 +52,8 @@ def gc(
         return
     where = (root, dataset_id)
     if dataset_id is None:
-        where = split_dataset_path(root_text(root)) or where
+        root_text(root)  # refuses what may hold a secret, which a message would repeat
+        where = split_dataset_path(root) or where
     reports = []
     for report in collect_garbage(*where, delete=delete, older_than=age):
         reports.append(report)
