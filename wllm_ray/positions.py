@@ -82,9 +82,14 @@ def is_reduced(position: str) -> bool:
 def mean_of(values: NDArray[np.float32]) -> NDArray[np.float32]:
     """[1, D] float32: the mean over [T, D], what ``mean_prompt`` is.
 
-    Added up position by position, in float32: the order is part of the definition.
+    Added up position by position, in float32: the order is part of the definition. Where the
+    positions of one component lie side by side in memory, NumPy would add them in pairs.
     """
-    total = np.add.reduce(values, axis=0, dtype=np.float32)
+    values = np.ascontiguousarray(values)
+    if values.shape[1] > 1:
+        total = np.add.reduce(values, axis=0, dtype=np.float32)
+    else:
+        total = np.add.accumulate(values, axis=0, dtype=np.float32)[-1]
     return np.asarray(total / np.float32(len(values)))[None]
 
 

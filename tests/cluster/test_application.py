@@ -48,7 +48,7 @@ def test_probes_models_and_schema_answer(application):
     ]
     assert schema["depth_bounded"] is True
     assert schema["selftest"]["passed"] is True
-    assert schema["persistence"] == ["none", "dataset"]
+    assert schema["persistence"] == ["none", "dataset", "full_trace"]
 
 
 @pytest.mark.requirement("H-1", "H-2")
