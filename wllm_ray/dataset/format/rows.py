@@ -7,8 +7,7 @@ below.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -48,15 +47,14 @@ ROWS_SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RowOutcome:
+class RowOutcome(NamedTuple):
     """What became of one row: ``length`` feature rows from ``offset`` of its shard, or a failure.
 
-    ``token_ids`` is [T] int32, or None where the row failed before it had any; ``token_sha256``
-    is their digest.
+    ``number`` counts all input rows. ``token_ids`` is [T] int32, or None where the row failed
+    before it had any; ``token_sha256`` is their digest. A tuple, since there is one for each row.
     """
 
-    index: int
+    number: int
     id: str
     metadata_json: str
     request_digest: str
@@ -76,7 +74,7 @@ def encode_rows(outcomes: Sequence[RowOutcome]) -> memoryview:
     """The rows table of one shard as an Arrow IPC file with one record batch."""
     batch = pa.record_batch(
         [
-            pa.array([row.index for row in outcomes], pa.int64()),
+            pa.array([row.number for row in outcomes], pa.int64()),
             pa.array([row.id for row in outcomes], pa.large_string()),
             pa.array([row.metadata_json for row in outcomes], pa.large_string()),
             pa.array([bytes.fromhex(row.request_digest) for row in outcomes], pa.binary(32)),

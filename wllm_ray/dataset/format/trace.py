@@ -146,7 +146,7 @@ def encode_traces(
     offsets = pa.array(np.cumsum([0, *lengths]), pa.int64())
     ids = [np.empty(0, np.int32), *(row.token_ids for row in rows if row.token_ids is not None)]
     columns = [
-        pa.array([row.index for row in rows], pa.int64()),
+        pa.array([row.number for row in rows], pa.int64()),
         pa.array([row.id for row in rows], pa.large_string()),
         _lists(offsets, pa.array(np.concatenate(ids), pa.int32()), schema.field("token_ids").type),
     ]

@@ -100,7 +100,7 @@ def assemble_shard(
             spans.append(result)
             offset += result.stop - result.start
     transient = {
-        row.index: row.failure for row in outcomes if row.failure and not row.failure.permanent
+        row.number: row.failure for row in outcomes if row.failure and not row.failure.permanent
     }
     return AssembledShard(
         outcomes=tuple(outcomes),
@@ -236,7 +236,7 @@ def _outcome(
                 f"{length} feature rows"
             )
     return RowOutcome(
-        index=row.index,
+        number=row.index,
         id=row.id,
         metadata_json=row.metadata_json,
         request_digest=row.request_digest,

@@ -72,7 +72,7 @@ def _traced(
     """[T, sum of the trace's widths] float32 of each good row."""
     spans = [_spans(chunk) for chunk in captured]
     pairs = zip(assembled.good, assembled.chunks, strict=True)
-    return [captured[number].features[spans[number][row.index]] for row, number in pairs]
+    return [captured[number].features[spans[number][row.number]] for row, number in pairs]
 
 
 def _spans(chunk: CapturedChunk) -> dict[int, slice]:
