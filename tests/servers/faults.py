@@ -63,7 +63,7 @@ class FaultProxy:
     def __init__(self, upstream) -> None:
         self._upstream = urlsplit(upstream).netloc
         self._script: list[tuple[str, Fault]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._ended = threading.Event()
         self.heard: list[tuple[str, str]] = []
         self._under_way = self.most_at_once = 0
@@ -91,6 +91,8 @@ class FaultProxy:
     def clear(self):
         """Forget what is left of the script, and what was heard."""
         with self._lock:
+            # What a client gave up in the test before may be on its way to the store still.
+            assert self._lock.wait_for(lambda: not self._under_way, timeout=60)
             self._script.clear()
             self.heard.clear()
             self.most_at_once = 0
@@ -114,6 +116,7 @@ class FaultProxy:
         finally:
             with self._lock:
                 self._under_way -= 1
+                self._lock.notify_all()
 
     def forward(self, method, path, headers, body) -> _Answer:
         connection = http.client.HTTPConnection(self._upstream, timeout=30)

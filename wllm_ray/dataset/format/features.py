@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from wllm_ray.dataset.format.arrow import one_line, read_batch
-from wllm_ray.dataset.format.dtypes import Dtype, all_finite, numpy_dtype
+from wllm_ray.dataset.format.dtypes import BLOCK_BYTES, Dtype, is_finite, numpy_dtype
 from wllm_ray.dataset.format.manifest import Asked, FeatureArray
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import IntegrityError
@@ -41,8 +41,6 @@ _ARROW_TYPES: dict[Dtype, pa.DataType] = {
     "bfloat16": pa.uint16(),
     "float16": pa.float16(),
 }
-# Small enough for the second reading of a block to come from the cache.
-_BLOCK_BYTES = 1 << 19
 
 Part = bytes | memoryview
 
@@ -123,11 +121,11 @@ def sha256_and_finite(
     start = values.ctypes.data - raw.ctypes.data if flat.size else raw.size
     total = hashlib.sha256(raw[:start].data)
     finite = True
-    step = _BLOCK_BYTES // flat.itemsize
+    step = BLOCK_BYTES // flat.itemsize
     for at in range(0, flat.size, step):
         block = flat[at : at + step]
         # In this order: it is the cheap reading that waits for the memory, not the other.
-        finite = finite and all_finite(block, dtype)
+        finite = finite and bool(is_finite(block, dtype).all())
         total.update(block.view(np.uint8).data)
     total.update(raw[start + flat.nbytes :].data)
     return total.hexdigest(), finite

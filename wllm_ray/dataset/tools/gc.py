@@ -32,7 +32,6 @@ from wllm_ray.dataset.format.manifest import DatasetSpec
 from wllm_ray.dataset.reading.staged import (
     committed_receipts,
     expect_listed,
-    expect_not_lost,
     load_spec,
     read_receipts,
     standing_manifest,
@@ -265,7 +264,6 @@ def _records(store: Store, dataset_id: str, sizes: Mapping[str, int]) -> _Record
 
 
 def _spec(store: Store, dataset_id: str) -> DatasetSpec:
-    expect_not_lost(store, spec_key(dataset_id), dataset_id)
     try:
         return load_spec(store, dataset_id)
     except NotFoundError:
