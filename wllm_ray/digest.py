@@ -41,6 +41,8 @@ _SHOWN_CHARACTERS = 80
 # Half of a pair has no form in UTF-8; it can occur inside of strings only.
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _TOKEN_ID = np.dtype("<u4")
+# Its bytes are the same, whatever the sign.
+_INT32 = np.dtype("<i4")
 _INTEGERS_ONLY = frozenset({int})
 
 
@@ -247,15 +249,14 @@ def joined_request_digest(
 
 def token_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
     """SHA-256 over the token ids, each as an unsigned 32-bit little-endian integer."""
-    return sha256_hex(np.asarray(token_ids, _TOKEN_ID).tobytes())
+    if not isinstance(token_ids, np.ndarray) or token_ids.dtype != _INT32:
+        token_ids = np.asarray(token_ids, _TOKEN_ID)
+    return sha256_hex(np.ascontiguousarray(token_ids).data)
 
 
 def requests_digest(request_digests: Iterable[str]) -> str:
     """SHA-256 over the raw request digests (32 bytes each) of consecutive rows."""
-    total = hashlib.sha256()
-    for digest in request_digests:
-        total.update(bytes.fromhex(digest))
-    return total.hexdigest()
+    return sha256_hex(bytes.fromhex("".join(request_digests)))
 
 
 def rows_digest(rows: Iterable[tuple[str, str | None, str]]) -> str:
@@ -265,8 +266,10 @@ def rows_digest(rows: Iterable[tuple[str, str | None, str]]) -> str:
         rows: (request digest, token digest or None, status code) of each row, in row order. The
             status of a good row is ``ok``.
     """
-    total = hashlib.sha256()
-    for request, token, status in rows:  # written out: this runs once for every row
-        token_text = "null" if token is None else f'"{token}"'
-        total.update(f'["{request}",{token_text},{_text(status)}]\n'.encode())
-    return total.hexdigest()
+    lines = [
+        f'["{request}","{token}",{_text(status)}]\n'
+        if token is not None
+        else f'["{request}",null,{_text(status)}]\n'
+        for request, token, status in rows
+    ]
+    return sha256_hex("".join(lines).encode())

@@ -44,7 +44,7 @@ def test_chunks_in_any_order_give_rows_in_order(spec, rows):
     chunks = [capture(rows[2:], spec), capture(rows[:2], spec)]
     assembled = assemble_shard(spec, 0, rows, chunks)
     assert np.array_equal(joined(assembled), [value_of(i) for i in range(4)])
-    assert [row.offset for row in assembled.outcomes] == [0, 1, 2, 3]
+    assert assembled.rows.offsets.tolist() == [0, 1, 2, 3]
 
 
 def test_chunks_that_interleave(spec, rows):
@@ -64,14 +64,12 @@ def test_a_failed_row_shifts_nobody(rows):
     spec = make_spec(rows, per_shard=4)
     chunk = capture(rows, spec, failures={2: POISON})
     assembled = assemble_shard(spec, 0, rows, [chunk])
-    assert [(row.status, row.offset, row.length) for row in assembled.outcomes] == [
-        ("ok", 0, 1),
-        ("too_long", None, 0),
-        ("poisonous", None, 0),
-        ("ok", 1, 1),
-    ]
+    found = assembled.rows
+    assert found.statuses == ["ok", "too_long", "poisonous", "ok"]
+    assert found.lengths.tolist() == [1, 0, 0, 1]
+    assert found.offsets.tolist() == [0, 0, 0, 1]
     assert np.array_equal(joined(assembled), [value_of(0), value_of(3)])
-    assert (assembled.rows_failed, assembled.feature_rows) == (2, 2)
+    assert (len(assembled.rows.failures), assembled.feature_rows) == (2, 2)
     assert assembled.transient == {}
 
 
@@ -81,7 +79,7 @@ def test_a_value_that_is_not_finite_fails_its_row_with_the_place(spec, rows, bad
     values = value_of(2)[None].copy()
     values[0, 3] = bad
     assembled = assemble_shard(spec, 0, rows, [capture(rows, spec, features={2: values})])
-    failure = assembled.outcomes[2].failure
+    failure = assembled.rows.failures[2]
     assert (failure.code, failure.permanent) == ("non_finite", True)
     assert "L1_resid_post holds NaN or infinity, first at feature row 0 of the row" in (
         failure.message
@@ -97,7 +95,7 @@ def test_a_row_of_zeros_fails(spec, rows):
     almost[0, 3] = 1e-30
     chunk = capture(rows, spec, features={1: zeros, 2: almost})
     assembled = assemble_shard(spec, 0, rows, [chunk])
-    assert [row.status for row in assembled.outcomes] == ["ok", "all_zero", "ok", "ok"]
+    assert assembled.rows.statuses == ["ok", "all_zero", "ok", "ok"]
 
 
 TWO_SITES = {
@@ -119,7 +117,8 @@ def test_what_must_not_be_stored_names_site_and_place(rows, layout, site, compon
     start = site * spec.site_widths[0]
     zeros[1, start : start + spec.site_widths[site]] = 0
     chunk = capture(rows, spec, features={1: zeros, 2: values})
-    zero, infinite = (one.failure for one in assemble_shard(spec, 0, rows, [chunk]).outcomes[1:3])
+    failures = assemble_shard(spec, 0, rows, [chunk]).rows.failures
+    zero, infinite = failures[1], failures[2]
     assert zero.code == "all_zero"
     assert zero.message == f"every value of {spec.sites[site]} is zero at feature row 1 of the row"
     assert infinite.code == "non_finite"
@@ -136,7 +135,7 @@ def test_a_vector_that_only_begins_with_zero_is_good(rows):
     values[:, [0, 4]] = 0
     values[2, 1:3] = 0
     assembled = assemble_shard(spec, 0, rows, [capture(rows, spec, features={2: values})])
-    assert [row.status for row in assembled.outcomes] == ["ok"] * 4
+    assert assembled.rows.statuses == ["ok"] * 4
 
 
 def test_transient_failures_are_reported(spec, rows):
@@ -150,7 +149,7 @@ def test_a_retry_beats_a_transient_failure_in_any_order(spec, rows):
     poisoned = capture(rows[2:3], spec, failures={2: POISON})
     for chunks in ([first, again, poisoned], [poisoned, again, first]):
         assembled = assemble_shard(spec, 0, rows, chunks)
-        assert [row.status for row in assembled.outcomes] == ["ok", "ok", "poisonous", "ok"]
+        assert assembled.rows.statuses == ["ok", "ok", "poisonous", "ok"]
         assert assembled.transient == {}
         assert np.array_equal(joined(assembled), [value_of(i) for i in (0, 1, 3)])
 
@@ -253,9 +252,7 @@ def test_token_ids_may_come_from_the_engine(spec, rows):
     chunk = replace(capture(rows, spec), token_ids={row.index: row.token_ids for row in rows})
     theirs = assemble_shard(spec, 0, bare, [chunk])
     ours = assemble_shard(spec, 0, rows, [capture(rows, spec)])
-    assert [row.token_sha256 for row in theirs.outcomes] == [
-        row.token_sha256 for row in ours.outcomes
-    ]
+    assert theirs.rows.token_digests == ours.rows.token_digests
     refused("nobody recorded its token ids", spec, bare, [capture(rows, spec)])
 
 
@@ -268,7 +265,7 @@ def test_other_token_ids_than_were_sent(spec, rows):
 def test_the_position_decides_how_many_feature_rows(rows):
     spec = make_spec(rows, per_shard=4, position="all_prompt")
     assembled = assemble_shard(spec, 0, rows, [capture(rows, spec)])
-    assert [row.length for row in assembled.outcomes] == [2, 3, 4, 2]
+    assert assembled.rows.lengths.tolist() == [2, 3, 4, 2]
     one_each = capture(rows, make_spec(rows, per_shard=4))
     refused("position all_prompt of 2 tokens cannot give 1", spec, rows, [one_each])
     last = make_spec(rows, per_shard=4)
@@ -283,7 +280,8 @@ def test_a_shard_without_a_good_row():
     rows = make_rows(2, failed=[0, 1])
     spec = make_spec(rows)
     assembled = assemble_shard(spec, 0, rows, [])
-    assert (assembled.features, assembled.feature_rows, assembled.rows_failed) == ((), 0, 2)
+    assert (assembled.features, assembled.feature_rows) == ((), 0)
+    assert len(assembled.rows.failures) == 2
 
 
 def test_the_first_permanent_failure_stands(spec, rows):
@@ -293,4 +291,4 @@ def test_the_first_permanent_failure_stands(spec, rows):
         capture(rows[1:2], spec, failures={1: zero}),
         capture(rows[1:2], spec, failures={1: LOST}),
     ]
-    assert assemble_shard(spec, 0, rows, chunks).outcomes[1].failure == POISON
+    assert assemble_shard(spec, 0, rows, chunks).rows.failures[1] == POISON

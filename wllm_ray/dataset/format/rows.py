@@ -6,22 +6,24 @@ below.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from wllm_ray.dataset.format.arrow import read_batch
-from wllm_ray.digest import canonical_json, parse_json, rows_digest
+from wllm_ray.digest import canonical_text, parse_json, rows_digest, token_digest
 from wllm_ray.errors import IntegrityError, InvalidInputError
 from wllm_ray.records import RowFailure
 
 __all__ = [
     "OK",
     "ROWS_SCHEMA",
-    "RowOutcome",
+    "RowColumns",
     "decode_rows",
     "encode_rows",
     "read_failure",
@@ -47,43 +49,77 @@ ROWS_SCHEMA = pa.schema(
 )
 
 
-class RowOutcome(NamedTuple):
-    """What became of one row: ``length`` feature rows from ``offset`` of its shard, or a failure.
+@dataclass(frozen=True, eq=False)
+class RowColumns:
+    """What became of the rows of one shard, column by column.
 
-    ``number`` counts all input rows. ``token_ids`` is [T] int32, or None where the row failed
-    before it had any; ``token_sha256`` is their digest. A tuple, since there is one for each row.
+    Rows come in millions, and this way few Python objects are made for each.
+
+    Attributes:
+        first_row: Number of the first among all input rows; the others follow.
+        ids: Their ids.
+        metadata: Their metadata as canonical JSON.
+        request_digests: Their request digests.
+        token_ids: Their ids, [T] int32 each, or None where a row failed before it had any.
+        failures: Place in the shard → why, for the rows that have no feature rows.
+        lengths: [R] int64, feature rows of each; 0 where it failed.
     """
 
-    number: int
-    id: str
-    metadata_json: str
-    request_digest: str
-    token_ids: NDArray[np.int32] | None
-    token_sha256: str | None
-    failure: RowFailure | None
-    offset: int | None
-    length: int
+    first_row: int
+    ids: Sequence[str]
+    metadata: Sequence[str]
+    request_digests: Sequence[str]
+    token_ids: Sequence[NDArray[np.int32] | None]
+    failures: Mapping[int, RowFailure]
+    lengths: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def token_digests(self) -> list[str | None]:
+        """Of the token ids, where there are any."""
+        return [None if ids is None else token_digest(ids) for ids in self.token_ids]
+
+    @cached_property
+    def statuses(self) -> list[str]:
+        """``ok`` or the failure's code."""
+        statuses = [OK] * len(self)
+        for place, failure in self.failures.items():
+            statuses[place] = failure.code
+        return statuses
+
+    @cached_property
+    def is_good(self) -> NDArray[np.bool_]:
+        """[R] bool: has feature rows."""
+        is_good = np.ones(len(self), np.bool_)
+        is_good[list(self.failures)] = False
+        return is_good
 
     @property
-    def status(self) -> str:
-        """``ok`` or the failure's code."""
-        return self.failure.code if self.failure else OK
+    def offsets(self) -> NDArray[np.int64]:
+        """[R] int64: where the feature rows of each begin in the shard; 0 where it failed."""
+        return np.where(self.is_good, np.cumsum(self.lengths) - self.lengths, 0)
 
 
-def encode_rows(outcomes: Sequence[RowOutcome]) -> memoryview:
+def encode_rows(rows: RowColumns) -> memoryview:
     """The rows table of one shard as an Arrow IPC file with one record batch."""
+    failures: list[str | None] = [None] * len(rows)
+    for place, failure in rows.failures.items():
+        failures[place] = canonical_text(failure.model_dump())
+    numbers = np.arange(rows.first_row, rows.first_row + len(rows), dtype=np.int64)
     batch = pa.record_batch(
         [
-            pa.array([row.number for row in outcomes], pa.int64()),
-            pa.array([row.id for row in outcomes], pa.large_string()),
-            pa.array([row.metadata_json for row in outcomes], pa.large_string()),
-            pa.array([bytes.fromhex(row.request_digest) for row in outcomes], pa.binary(32)),
-            _token_column([row.token_ids for row in outcomes]),
-            pa.array([_raw(row.token_sha256) for row in outcomes], pa.binary(32)),
-            pa.array([row.status for row in outcomes], pa.large_string()),
-            pa.array([_failure_json(row.failure) for row in outcomes], pa.large_string()),
-            pa.array([row.offset for row in outcomes], pa.int64()),
-            pa.array([row.length for row in outcomes], pa.int64()),
+            pa.array(numbers),
+            pa.array(rows.ids, pa.large_string()),
+            pa.array(rows.metadata, pa.large_string()),
+            _digest_column(rows.request_digests),
+            _token_column(rows.token_ids),
+            _digest_column(rows.token_digests),
+            pa.array(rows.statuses, pa.large_string()),
+            pa.array(failures, pa.large_string()),
+            pa.array(rows.offsets, mask=~rows.is_good),
+            pa.array(rows.lengths),
         ],
         schema=ROWS_SCHEMA,
     )
@@ -93,9 +129,9 @@ def encode_rows(outcomes: Sequence[RowOutcome]) -> memoryview:
     return memoryview(sink.getvalue())
 
 
-def rows_sha256(outcomes: Sequence[RowOutcome]) -> str:
+def rows_sha256(rows: RowColumns) -> str:
     """The shard rows digest of FORMAT.md."""
-    return rows_digest((row.request_digest, row.token_sha256, row.status) for row in outcomes)
+    return rows_digest(zip(rows.request_digests, rows.token_digests, rows.statuses, strict=True))
 
 
 def decode_rows(data: Any, name: str) -> pa.RecordBatch:
@@ -139,21 +175,23 @@ def read_failure(text: str) -> RowFailure:
         ) from error
 
 
-def _raw(digest: str | None) -> bytes | None:
-    return None if digest is None else bytes.fromhex(digest)
-
-
-def _failure_json(failure: RowFailure | None) -> str | None:
-    return None if failure is None else canonical_json(failure.model_dump()).decode()
+def _digest_column(digests: Sequence[str | None]) -> pa.Array:
+    known = [digest for digest in digests if digest is not None]
+    raw = pa.py_buffer(bytes.fromhex("".join(known)))
+    column = pa.FixedSizeBinaryArray.from_buffers(pa.binary(32), len(known), [None, raw])
+    if len(known) == len(digests):
+        return column
+    rest = iter(column.to_pylist())
+    return pa.array([None if one is None else next(rest) for one in digests], pa.binary(32))
 
 
 def _token_column(rows: Sequence[NDArray[np.int32] | None]) -> pa.Array:
-    lengths = [0 if ids is None else len(ids) for ids in rows]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    present = [np.asarray(ids, dtype=np.int32) for ids in rows if ids is not None]
-    values = np.concatenate(present) if present else np.empty(0, np.int32)
+    present = [ids for ids in rows if ids is not None]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([0 if ids is None else len(ids) for ids in rows], out=offsets[1:])
+    values = np.concatenate([np.empty(0, np.int32), *present]).astype(np.int32, copy=False)
     column = ROWS_SCHEMA.field("token_ids").type
-    missing = pa.array([ids is None for ids in rows], pa.bool_())
+    missing = pa.array([ids is None for ids in rows]) if len(present) < len(rows) else None
     return pa.LargeListArray.from_arrays(
         pa.array(offsets), pa.array(values, pa.int32()), type=column, mask=missing
     )

@@ -20,7 +20,7 @@ from wllm_ray.dataset.format.arrow import read_batch
 from wllm_ray.dataset.format.dtypes import all_finite
 from wllm_ray.dataset.format.features import Parts, values_of
 from wllm_ray.dataset.format.manifest import Asked, TraceSpec
-from wllm_ray.dataset.format.rows import ROWS_SCHEMA, RowOutcome
+from wllm_ray.dataset.format.rows import ROWS_SCHEMA, RowColumns
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import IntegrityError
 from wllm_ray.positions import is_reduced, mean_of, resolve
@@ -132,22 +132,24 @@ def _not_finite(trace: TraceSpec, chunk: CapturedChunk) -> dict[int, RowFailure]
 
 
 def encode_traces(
-    asked: Asked, rows: Sequence[RowOutcome], values: Sequence[NDArray[np.float32]]
+    asked: Asked, rows: RowColumns, values: Sequence[NDArray[np.float32]]
 ) -> list[Any]:
     """A traces file, in parts to be written one after the other.
 
     Args:
         asked: Names the traces' sites.
-        rows: The good rows of the shard, in order.
-        values: For each, [T, sum of the trace's widths] float32.
+        rows: The rows of the shard.
+        values: For each good one, [T, sum of the trace's widths] float32.
     """
     schema = _schema(asked)
     lengths = [len(one) for one in values]
     offsets = pa.array(np.cumsum([0, *lengths]), pa.int64())
-    ids = [np.empty(0, np.int32), *(row.token_ids for row in rows if row.token_ids is not None)]
+    good = np.flatnonzero(rows.is_good)
+    known = (rows.token_ids[place] for place in good.tolist())
+    ids = [np.empty(0, np.int32), *(one for one in known if one is not None)]
     columns = [
-        pa.array([row.number for row in rows], pa.int64()),
-        pa.array([row.id for row in rows], pa.large_string()),
+        pa.array(rows.first_row + good, pa.int64()),
+        pa.array([rows.ids[place] for place in good], pa.large_string()),
         _lists(offsets, pa.array(np.concatenate(ids), pa.int32()), schema.field("token_ids").type),
     ]
     for name, part in zip(_trace_of(asked).sites, _parts(asked), strict=True):

@@ -1,30 +1,31 @@
 """Bring rows and captured chunks together: every row exactly once, in row order, or an error.
 
 Pure: nothing is written here. A shard may be offered several times, with more chunks each time,
-until no transient failure is left. Where a row occurs in several chunks, a captured result beats a
-transient failure, and so does a permanent failure; two captured results for one row, or a captured
-result beside a permanent failure, mean that something else is wrong.
+until no transient failure is left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wllm_ray.dataset.format.dtypes import numpy_dtype, resolve_dtype
 from wllm_ray.dataset.format.manifest import DatasetSpec
-from wllm_ray.dataset.format.rows import RowOutcome
+from wllm_ray.dataset.format.rows import RowColumns
+from wllm_ray.dataset.writing.results import Results, best_results, inconsistent
 from wllm_ray.dataset.writing.screen import Screen
-from wllm_ray.digest import requests_digest, token_digest
+from wllm_ray.digest import requests_digest
 from wllm_ray.errors import ConflictError, IntegrityError
 from wllm_ray.positions import feature_rows_of
 from wllm_ray.records import CapturedChunk, Fingerprint, RowFailure, RowRecord
 
 __all__ = ["AssembledShard", "assemble_shard"]
+
+TokenIds = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,43 +33,26 @@ class AssembledShard:
     """A shard that is ready to be written, unless ``transient`` holds anything.
 
     Attributes:
-        outcomes: One per row, in row order.
+        rows: What became of each row.
         features: Blocks of [feature rows, sum of the sites' widths] in row order, as they are
             stored; as float32 they are views of the chunks' own arrays.
-        feature_rows: Their total.
         chunks: For each good row, the number of the chunk that it was captured in.
-        transient: Row index → why, for the rows to be tried again.
     """
 
-    outcomes: tuple[RowOutcome, ...]
+    rows: RowColumns
     features: tuple[NDArray[Any], ...]
-    feature_rows: int
     chunks: tuple[int, ...]
-    transient: dict[int, RowFailure]
 
     @property
-    def good(self) -> list[RowOutcome]:
-        """The rows that have features."""
-        return [row for row in self.outcomes if row.failure is None]
+    def feature_rows(self) -> int:
+        """How many there are in all."""
+        return int(self.rows.lengths.sum())
 
     @property
-    def rows_failed(self) -> int:
-        """How many rows have no features."""
-        return sum(row.failure is not None for row in self.outcomes)
-
-
-class _Result(NamedTuple):
-    """What one chunk says of one row: rows ``start`` to ``stop`` of its features, or a failure."""
-
-    chunk: int
-    start: int
-    stop: int
-    failure: RowFailure | None
-
-    @property
-    def rank(self) -> int:
-        """Captured 2, permanent failure 1, transient failure 0."""
-        return 2 if self.failure is None else int(self.failure.permanent)
+    def transient(self) -> dict[int, RowFailure]:
+        """Row index → why, for the rows to be tried again."""
+        failures = sorted(self.rows.failures.items())
+        return {self.rows.first_row + n: why for n, why in failures if not why.permanent}
 
 
 def assemble_shard(
@@ -87,43 +71,40 @@ def assemble_shard(
     _check_fingerprints(spec, shard, chunks)
     for chunk in chunks:
         _check_array(spec, shard, chunk)
-    results = _best_results(rows, chunks)
+    results = best_results(rows, chunks)
+    token_ids = _token_ids(rows, chunks, results)
     screens = [Screen(spec, chunk) for chunk in chunks]
-    outcomes: list[RowOutcome] = []
-    spans: list[_Result] = []
-    offset = 0
-    for row in rows:
-        result = _screened(results[row.index], screens)
-        ids = _token_ids(row, chunks[result.chunk] if result.chunk >= 0 else None)
-        outcomes.append(_outcome(spec, row, ids, result, offset))
-        if result.failure is None:
-            spans.append(result)
-            offset += result.stop - result.start
-    transient = {
-        row.number: row.failure for row in outcomes if row.failure and not row.failure.permanent
-    }
-    return AssembledShard(
-        outcomes=tuple(outcomes),
-        features=tuple(_blocks(spans, screens)),
-        feature_rows=offset,
-        chunks=tuple(span.chunk for span in spans),
-        transient=transient,
+    failures = results.failures | _unfit(results, screens)
+    lengths = results.stops - results.starts
+    lengths[list(failures)] = 0
+    columns = RowColumns(
+        first_row=rows[0].index,
+        ids=[row.id for row in rows],
+        metadata=[row.metadata_json for row in rows],
+        request_digests=[row.request_digest for row in rows],
+        token_ids=token_ids,
+        failures=failures,
+        lengths=lengths,
     )
+    good = np.flatnonzero(columns.is_good)
+    _check_lengths(spec, columns, good)
+    blocks = tuple(_blocks(results, good, screens))
+    return AssembledShard(columns, blocks, tuple(results.chunks[good].tolist()))
 
 
 def _check_rows(spec: DatasetSpec, shard: int, rows: Sequence[RowRecord]) -> None:
     if not 0 <= shard < len(spec.shards):
-        _fail(f"shard {shard} does not exist: the spec has {len(spec.shards)}, from 0")
+        inconsistent(f"shard {shard} does not exist: the spec has {len(spec.shards)}, from 0")
     asked = spec.shards[shard]
     expected = range(asked.first_row, asked.first_row + asked.rows)
     if [row.index for row in rows] != list(expected):
-        _fail(
+        inconsistent(
             f"shard {shard}: expected rows {expected.start} to {expected.stop - 1}, each once and "
             f"in order, found {len(rows)} rows"
         )
     found = requests_digest(row.request_digest for row in rows)
     if found != asked.requests_sha256:
-        _fail(
+        inconsistent(
             f"shard {shard}: the rows have request digest {found}, the spec says "
             f"{asked.requests_sha256}; the input is not the one that the dataset was begun with"
         )
@@ -162,103 +143,76 @@ def _check_array(spec: DatasetSpec, shard: int, chunk: CapturedChunk) -> None:
             stage="stage_shard",
         )
     if chunk.row_index.shape != chunk.lengths.shape or (chunk.lengths < 0).any():
-        _fail(f"shard {shard}: a chunk's row_index and lengths do not belong together")
+        inconsistent(f"shard {shard}: a chunk's row_index and lengths do not belong together")
     if unknown := set(chunk.failures) - set(chunk.row_index.tolist()):
-        _fail(f"a chunk reports failures of rows {sorted(unknown)[:5]}, which it does not hold")
+        listed = sorted(unknown)[:5]
+        inconsistent(f"a chunk reports failures of rows {listed}, which it does not hold")
 
 
-def _best_results(rows: Sequence[RowRecord], chunks: Sequence[CapturedChunk]) -> dict[int, _Result]:
-    """Row index → the result that counts; proves that every row has one."""
-    best: dict[int, _Result | None] = dict.fromkeys(row.index for row in rows)
-    decided = {row.index for row in rows if row.failure is not None}
-    for row in rows:
-        if row.failure is not None:
-            best[row.index] = _Result(-1, 0, 0, row.failure)
-    for number, chunk in enumerate(chunks):
-        for index, result in _results_of(number, chunk):
-            if index not in best or index in decided:
-                why = "failed before it was sent" if index in decided else "is not in this shard"
-                _fail(f"a chunk holds row {index}, which {why}")
-            best[index] = _better(index, best[index], result)
-    complete = {index: result for index, result in best.items() if result is not None}
-    if missing := [index for index, result in best.items() if result is None]:
-        _fail(f"rows {missing[:5]} ({len(missing)} in all) were neither captured nor failed")
-    return complete
+def _unfit(results: Results, screens: Sequence[Screen]) -> dict[int, RowFailure]:
+    """Place → why, for captured rows that must not be stored."""
+    unfit = {}
+    for number, screen in enumerate(screens):
+        if screen.is_fine:
+            continue
+        for place in np.flatnonzero(results.chunks == number).tolist():
+            start, stop = int(results.starts[place]), int(results.stops[place])
+            failure = None if place in results.failures else screen.failure(start, stop)
+            if failure:
+                unfit[place] = failure
+    return unfit
 
 
-def _results_of(number: int, chunk: CapturedChunk) -> Iterator[tuple[int, _Result]]:
-    stops = np.cumsum(chunk.lengths).tolist()
-    lengths = chunk.lengths.tolist()
-    for index, length, stop in zip(chunk.row_index.tolist(), lengths, stops, strict=True):
-        failure = chunk.failures.get(index)
-        if (failure is None) != (length > 0):
-            said = "has no failure" if failure is None else "failed"
-            _fail(f"row {index} {said}, but a chunk holds {length} feature rows of it")
-        yield index, _Result(number, stop - length, stop, failure)
+def _token_ids(
+    rows: Sequence[RowRecord], chunks: Sequence[CapturedChunk], results: Results
+) -> list[TokenIds | None]:
+    """The ids that were sent, or those that an engine says it ran where it was sent text."""
+    sent = [row.token_ids for row in rows]
+    if not any(chunk.token_ids for chunk in chunks):
+        return sent
+    each = zip(rows, sent, results.chunks.tolist(), strict=True)
+    return [
+        _agreed(row, ids, chunks[number].token_ids.get(row.index)) if number >= 0 else ids
+        for row, ids, number in each
+    ]
 
 
-def _better(index: int, old: _Result | None, new: _Result) -> _Result:
-    if old is None:
-        return new
-    if min(old.rank, new.rank) > 0 and max(old.rank, new.rank) == 2:  # noqa: PLR2004 (a rank)
-        both = "captured twice" if old.rank == new.rank else "captured and failed for good"
-        _fail(f"row {index} was {both}; each row has one result")
-    return old if old.rank > new.rank or old.rank == new.rank == 1 else new
+def _agreed(row: RowRecord, sent: TokenIds | None, ran: TokenIds | None) -> TokenIds | None:
+    if sent is None or ran is None:
+        return ran if sent is None else sent
+    if not np.array_equal(ran, sent):
+        inconsistent(f"row {row.index}: the engine ran other token ids than were sent")
+    return sent
 
 
-def _screened(result: _Result, screens: Sequence[Screen]) -> _Result:
-    """Turn a captured result that must not be stored into a permanent failure."""
-    if result.failure is not None:
-        return result
-    failure = screens[result.chunk].failure(result.start, result.stop)
-    return result._replace(failure=failure) if failure else result
+def _check_lengths(spec: DatasetSpec, rows: RowColumns, good: NDArray[np.int64]) -> None:
+    """Every row that was captured has ids, and as many feature rows as the position gives them."""
+    tokens = np.array([-1 if ids is None else len(ids) for ids in rows.token_ids], np.int64)[good]
+    if (tokens < 0).any():
+        index = rows.first_row + int(good[tokens < 0][0])
+        inconsistent(f"row {index} was captured, but nobody recorded its token ids")
+    counts, which = np.unique(tokens, return_inverse=True)
+    possible = [feature_rows_of(spec.position, count) for count in counts.tolist()]
+    wanted = np.array([-1 if count is None else count for count in possible], np.int64)[which]
+    wrong = (wanted >= 0) & (wanted != rows.lengths[good])
+    if wrong.any():
+        place = int(good[wrong][0])
+        inconsistent(
+            f"row {rows.first_row + place}: position {spec.position} of {tokens[wrong][0]} tokens "
+            f"cannot give {rows.lengths[place]} feature rows"
+        )
 
 
-def _token_ids(row: RowRecord, chunk: CapturedChunk | None) -> NDArray[np.int32] | None:
-    theirs = chunk.token_ids.get(row.index) if chunk else None
-    if row.token_ids is None:
-        return theirs
-    if theirs is not None and not np.array_equal(theirs, row.token_ids):
-        _fail(f"row {row.index}: the engine ran other token ids than were sent")
-    return row.token_ids
-
-
-def _outcome(
-    spec: DatasetSpec, row: RowRecord, ids: NDArray[np.int32] | None, result: _Result, offset: int
-) -> RowOutcome:
-    length = 0 if result.failure else result.stop - result.start
-    if result.failure is None:
-        if ids is None:
-            _fail(f"row {row.index} was captured, but nobody recorded its token ids")
-        elif feature_rows_of(spec.position, len(ids)) not in (None, length):
-            _fail(
-                f"row {row.index}: position {spec.position} of {len(ids)} tokens cannot give "
-                f"{length} feature rows"
-            )
-    return RowOutcome(
-        number=row.index,
-        id=row.id,
-        metadata_json=row.metadata_json,
-        request_digest=row.request_digest,
-        token_ids=ids,
-        token_sha256=None if ids is None else token_digest(ids),
-        failure=result.failure,
-        offset=None if result.failure else offset,
-        length=length,
-    )
-
-
-def _blocks(spans: Sequence[_Result], screens: Sequence[Screen]) -> Iterator[NDArray[Any]]:
+def _blocks(
+    results: Results, good: NDArray[np.int64], screens: Sequence[Screen]
+) -> Iterator[NDArray[Any]]:
     """Views of the chunks' arrays as stored, neighbouring rows of one chunk joined."""
-    at = 0
-    while at < len(spans):
-        first = last = spans[at]
-        at += 1
-        while at < len(spans) and (spans[at].chunk, spans[at].start) == (last.chunk, last.stop):
-            last = spans[at]
-            at += 1
-        yield np.ascontiguousarray(screens[first.chunk].stored[first.start : last.stop])
-
-
-def _fail(message: str) -> Any:
-    raise IntegrityError(message, code="rows_inconsistent", stage="stage_shard")
+    if not good.size:
+        return
+    chunks, starts, stops = (a[good] for a in (results.chunks, results.starts, results.stops))
+    is_next = (chunks[1:] == chunks[:-1]) & (starts[1:] == stops[:-1])
+    lasts = np.append(np.flatnonzero(~is_next), good.size - 1)
+    firsts = np.append(0, lasts[:-1] + 1)
+    each = (chunks[firsts].tolist(), starts[firsts].tolist(), stops[lasts].tolist())
+    for number, start, stop in zip(*each, strict=True):
+        yield np.ascontiguousarray(screens[number].stored[start:stop])

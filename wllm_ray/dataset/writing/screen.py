@@ -25,6 +25,7 @@ class Screen:
     Attributes:
         stored: [feature rows, sum of the widths], the values as they are stored; those of rows
             that fail may be anything.
+        is_fine: Whether every row may be stored.
     """
 
     def __init__(self, spec: DatasetSpec, chunk: CapturedChunk) -> None:
@@ -41,11 +42,11 @@ class Screen:
         # bfloat16 only what is zero in float32 is zero as well.
         values = self.stored if spec.dtype == "float16" else chunk.features
         self._suspects = values[:, self._starts] == 0
-        self._is_fine = self._is_finite and self._fits and not self._suspects.any()
+        self.is_fine = self._is_finite and self._fits and not self._suspects.any()
 
     def failure(self, start: int, stop: int) -> RowFailure | None:
         """Why the row that these feature rows are of must not be stored; None where it may be."""
-        if self._is_fine:
+        if self.is_fine:
             return None
         return (
             self._non_finite(start, stop)

@@ -18,7 +18,7 @@ from wllm_ray.dataset.format.layout import (
     features_suffix,
 )
 from wllm_ray.dataset.format.manifest import DatasetSpec, FeatureArray, FileEntry
-from wllm_ray.dataset.format.rows import encode_rows
+from wllm_ray.dataset.format.rows import encode_rows, rows_sha256
 from wllm_ray.dataset.format.trace import encode_traces
 from wllm_ray.dataset.stores.store import Store, Stored
 from wllm_ray.dataset.writing.assemble import AssembledShard
@@ -36,8 +36,8 @@ def write_files(
     shard: int,
     assembled: AssembledShard,
     captured: Sequence[CapturedChunk],
-) -> tuple[FileEntry, ...]:
-    """Write the features files, the rows table and the traces; what the receipt says of them.
+) -> tuple[tuple[FileEntry, ...], str]:
+    """Write the features files, the rows table and the traces.
 
     Args:
         store: The storage root.
@@ -45,6 +45,9 @@ def write_files(
         shard: Which shard.
         assembled: Its rows and features.
         captured: The chunks as they were captured, which hold the traces.
+
+    Returns:
+        What the receipt says of the files, and the shard rows digest.
 
     Raises:
         StorageError: The root refused a write.
@@ -54,16 +57,17 @@ def write_files(
     def write_array(array: FeatureArray) -> FileEntry:
         return _write_array(store, spec, prefix, array, assembled)
 
-    # The features are written while the table is encoded; the receipt waits for all.
+    # The features are on their way while anything is done for single rows.
     with ThreadPoolExecutor(min(_WRITERS, len(spec.arrays))) as pool:
         writing = pool.map(write_array, spec.arrays)
-        rows = store.put_content(prefix, ROWS_SUFFIX, encode_rows(assembled.outcomes))
-        features = tuple(writing)
+        digest = rows_sha256(assembled.rows)
+        rows = store.put_content(prefix, ROWS_SUFFIX, encode_rows(assembled.rows))
+        entries = (*writing, _entry(rows, "rows"))
     if spec.trace is None:
-        return (*features, _entry(rows, "rows"))
-    parts = encode_traces(spec, assembled.good, _traced(assembled, captured))
+        return entries, digest
+    parts = encode_traces(spec, assembled.rows, _traced(assembled, captured))
     traces = store.put_content(prefix, TRACE_SUFFIX, parts)
-    return (*features, _entry(rows, "rows"), _entry(traces, "trace"))
+    return (*entries, _entry(traces, "trace")), digest
 
 
 def _traced(
@@ -71,8 +75,9 @@ def _traced(
 ) -> list[NDArray[np.float32]]:
     """[T, sum of the trace's widths] float32 of each good row."""
     spans = [_spans(chunk) for chunk in captured]
-    pairs = zip(assembled.good, assembled.chunks, strict=True)
-    return [captured[number].features[spans[number][row.number]] for row, number in pairs]
+    indices = assembled.rows.first_row + np.flatnonzero(assembled.rows.is_good)
+    pairs = zip(indices.tolist(), assembled.chunks, strict=True)
+    return [captured[number].features[spans[number][index]] for index, number in pairs]
 
 
 def _spans(chunk: CapturedChunk) -> dict[int, slice]:

@@ -27,7 +27,6 @@ from wllm_ray.dataset.format.manifest import (
     Receipt,
     document_bytes,
 )
-from wllm_ray.dataset.format.rows import rows_sha256
 from wllm_ray.dataset.format.trace import taken_from_traces
 from wllm_ray.dataset.reading.staged import (
     check_file,
@@ -148,14 +147,13 @@ def stage_shard(
     if assembled.transient:
         return StageResult(receipt=None, transient=assembled.transient)
     expect_not_lost(store, receipt_key(spec.dataset_id, shard), spec.dataset_id)
-    digest = rows_sha256(assembled.outcomes)
-    files = write_files(store, spec, shard, assembled, chunks)
+    files, digest = write_files(store, spec, shard, assembled, chunks)
     receipt = Receipt(
         spec_sha256=spec.sha256,
         shard=shard,
         first_row=spec.shards[shard].first_row,
         rows=len(rows),
-        rows_failed=assembled.rows_failed,
+        rows_failed=len(assembled.rows.failures),
         feature_rows=assembled.feature_rows,
         files=files,
         rows_sha256=digest,
