@@ -23,6 +23,7 @@ _PRIVATE_FOLDER = 0o700
 _PRIVATE_FILE = 0o600
 # Below this a thread costs more than hashing.
 _HASHED_ALONGSIDE = 1 << 20
+_HASHERS = 16
 
 
 @contextlib.contextmanager
@@ -53,8 +54,12 @@ def write_and_hash(path: Path, buffers: list[memoryview]) -> str:
 
 @functools.cache
 def _hashers(_process: int) -> ThreadPoolExecutor:
-    """Threads that hash, kept, since starting one costs milliseconds; a fork gets its own."""
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="wllm-hash")
+    """Threads that hash, kept, since starting one costs milliseconds; a fork gets its own.
+
+    Each caller waits for its one. With fewer threads than callers, a file that is written would
+    wait for the hash of another, and then be hashed alone while the other cores have nothing to do.
+    """
+    return ThreadPoolExecutor(_HASHERS, thread_name_prefix="wllm-hash")
 
 
 def write(path: Path, buffers: list[memoryview]) -> None:
