@@ -85,7 +85,13 @@ def _float_text(value: float) -> str:
 
 
 def _object_text(value: Mapping[str, Any]) -> str:
-    return "{" + ",".join([f"{_text(key)}:{_encode(value[key])}" for key in sorted(value)]) + "}"
+    members = []
+    for key in sorted(value):
+        member = value[key]
+        # Not asked of a table: most members of most rows are texts.
+        text = _text(member) if type(member) is str else _encode(member)
+        members.append(f"{_text(key)}:{text}")
+    return "{" + ",".join(members) + "}"
 
 
 def _array_text(values: Sequence[Any]) -> str:
@@ -139,10 +145,18 @@ def canonical_json(value: Any) -> bytes:
 
 def canonical_text(value: Any) -> str:
     """As :func:`canonical_json`, before it is encoded."""
+    return _escaped(_unescaped_text(value))
+
+
+def _unescaped_text(value: Any) -> str:
+    """As :func:`canonical_text`, in which lone surrogates stand as they are."""
     try:
-        text = _encode(value)
+        return _encode(value)
     except RecursionError:
         raise InvalidInputError("the value is nested too deeply", code="invalid_json") from None
+
+
+def _escaped(text: str) -> str:
     return text if text.isascii() else _LONE_SURROGATE.sub(_escape, text)
 
 
@@ -241,10 +255,10 @@ def joined_request_digest(
 ) -> str:
     """As :func:`request_digest`, of metadata and identity that are canonical JSON already."""
     text = (
-        f'{{"content":{canonical_text(content)},"id":{canonical_text(row_id)},'
+        f'{{"content":{_unescaped_text(content)},"id":{_text(row_id)},'
         f'"identity":{identity_json},"metadata":{metadata_json}}}'
     )
-    return sha256_hex(text.encode())
+    return sha256_hex(_escaped(text).encode())
 
 
 def token_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:

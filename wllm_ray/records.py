@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ __all__ = [
     "InputRow",
     "ModelIdentity",
     "RowFailure",
+    "RowOutline",
     "RowRecord",
     "SelfTestReport",
     "SiteSupport",
@@ -199,6 +200,13 @@ class InputRow:
         """The metadata, read anew each time."""
         metadata: dict[str, Any] = parse_json(self.metadata_json)
         return metadata
+
+
+class RowOutline(NamedTuple):
+    """What of a row decides how rows fall into shards, as a :class:`RowRecord` has it."""
+
+    request_digest: str
+    tokens_bound: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ __all__ = [
     "raise_problems",
     "read_jsonl",
     "repeated_id",
+    "utf8_bytes",
 ]
 
 MAX_ID_BYTES = 512
@@ -73,6 +74,11 @@ def has_lone_surrogate(value: Any) -> bool:
     return isinstance(value, list) and any(map(has_lone_surrogate, value))
 
 
+def utf8_bytes(text: str) -> int:
+    """How many bytes of UTF-8 a text takes; half of a surrogate pair counts as three."""
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+
+
 def _is_utf8(text: str) -> bool:
     try:
         text.encode()
@@ -95,7 +101,7 @@ def _check_id(value: Any) -> str | None:
         return f"`id` must be a non-empty string, found {type(value).__name__}"
     if has_lone_surrogate(value):
         return "`id` holds half of a surrogate pair, which UTF-8 cannot carry"
-    if (size := len(value.encode())) > MAX_ID_BYTES:
+    if (size := utf8_bytes(value)) > MAX_ID_BYTES:
         return f"`id` must be at most {MAX_ID_BYTES} bytes of UTF-8, found {size}"
     return None
 
@@ -143,7 +149,7 @@ def check_row(value: Any) -> InputRow | str:
     if problem := _check_content(present[0], value[present[0]]) or _check_metadata(metadata):
         return problem
     text = canonical_text(metadata)
-    if (size := len(text.encode())) > MAX_METADATA_BYTES:
+    if (size := utf8_bytes(text)) > MAX_METADATA_BYTES:
         return f"`metadata` must be at most {MAX_METADATA_BYTES} bytes of JSON, found {size}"
     return InputRow(value["id"], {present[0]: value[present[0]]}, text)
 

@@ -19,10 +19,11 @@ from wllm_ray.records import (
     CaptureIdentity,
     InputRow,
     RowFailure,
+    RowOutline,
     RowRecord,
     TokenizerIdentity,
 )
-from wllm_ray.rows import has_lone_surrogate
+from wllm_ray.rows import has_lone_surrogate, utf8_bytes
 
 __all__ = [
     "ChatTemplateRefusedError",
@@ -30,6 +31,7 @@ __all__ = [
     "Tokenizer",
     "make_record",
     "make_records",
+    "outlines",
     "tokenize_rows",
     "tokens_bound",
 ]
@@ -100,6 +102,14 @@ def make_records(
         yield _record(index, row, common)
 
 
+def outlines(rows: Iterable[InputRow], identity: CaptureIdentity) -> Iterator[RowOutline]:
+    """What :func:`make_records` would say of rows, as far as it decides how they are sharded."""
+    common = _text_of(identity)
+    for row in rows:
+        digest = joined_request_digest(row.id, row.content, row.metadata_json, common)
+        yield RowOutline(digest, tokens_bound(row.content))
+
+
 def _text_of(identity: CaptureIdentity) -> str:
     return canonical_text(identity.model_dump())
 
@@ -144,7 +154,7 @@ def tokens_bound(content: Mapping[str, Any]) -> int:
 def _text_bytes(value: Any) -> int:
     """UTF-8 bytes of all strings in a JSON value, the keys of objects left out."""
     if isinstance(value, str):
-        return len(value) if value.isascii() else len(value.encode(errors="surrogatepass"))
+        return utf8_bytes(value)
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list):

@@ -18,7 +18,7 @@ from wllm_ray.plan import Shard, ShardLimits
 from wllm_ray.records import InputRow, RowRecord
 from wllm_ray.requests import Selection, Served, traced
 from wllm_ray.schema import StorageOptions
-from wllm_ray.tokens import make_records
+from wllm_ray.tokens import make_records, outlines
 
 __all__ = [
     "NamedRows",
@@ -68,7 +68,7 @@ def spec_of(plan: SourcePlan) -> DatasetSpec:
     return build_spec(
         plan.served,
         identity,
-        make_records(plan.rows(), identity),
+        outlines(plan.rows(), identity),
         site_widths=plan.selection.site_widths,
         dataset_id=plan.dataset_id,
         limits=plan.limits,

@@ -15,7 +15,7 @@ from wllm_ray.offered import offered_sites
 from wllm_ray.offered import site_widths as offered_widths
 from wllm_ray.plan import ShardLimits
 from wllm_ray.positions import feature_rows_of
-from wllm_ray.records import CaptureIdentity, RowRecord
+from wllm_ray.records import CaptureIdentity, RowOutline, RowRecord
 from wllm_ray.requests import Served
 from wllm_ray.schema import ShardLayout, StorageOptions
 
@@ -27,7 +27,7 @@ FLOAT32_BYTES = 4
 def build_spec(
     served: Served,
     identity: CaptureIdentity,
-    rows: Iterable[RowRecord],
+    rows: Iterable[RowOutline | RowRecord],
     *,
     site_widths: Sequence[int],
     dataset_id: str | None,
@@ -39,7 +39,7 @@ def build_spec(
     Args:
         served: The engine that will run it, or what a client was told of it.
         identity: What all rows have in common.
-        rows: All rows, in order; read once and not kept. Their token ids need not be known.
+        rows: All rows, in order, or outlines of them; read once and not kept.
         site_widths: Width of each site of ``identity``.
         dataset_id: The id, or None for one made from everything else in the spec, so that the
             same request sent again finds the same dataset.
@@ -58,7 +58,7 @@ def build_spec(
     vector_bytes = numpy_dtype(dtype).itemsize * sum(site_widths)
     token_bytes = FLOAT32_BYTES * sum(trace.site_widths) if trace else 0
 
-    def most_bytes(row: RowRecord) -> int:
+    def most_bytes(row: RowOutline | RowRecord) -> int:
         return vector_bytes * _most_feature_rows(identity, row) + token_bytes * row.tokens_bound
 
     limits = replace(limits, max_rows=storage.rows_per_shard or limits.max_rows)
@@ -95,7 +95,7 @@ def _trace_of(served: Served) -> TraceSpec:
     return TraceSpec(sites=names, site_widths=offered_widths(served, sites))
 
 
-def _most_feature_rows(identity: CaptureIdentity, row: RowRecord) -> int:
+def _most_feature_rows(identity: CaptureIdentity, row: RowOutline | RowRecord) -> int:
     """Feature rows that a row may have, from its content alone.
 
     The length that the served model takes must not count: the same rows served with another limit
