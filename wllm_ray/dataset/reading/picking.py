@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -134,28 +135,57 @@ class _MappedRows:
         self._stride = math.prod(axes) * self._dtype.itemsize
         self._size = math.prod(self._axes) * self._dtype.itemsize
         self._begin = (column or 0) * self._size
-        # For each shard: its first row, whether that is known, and where feature row 0 of the
-        # dataset would be if all rows lay before and behind the shard's own.
-        self._first_rows: dict[int, NDArray[np.void]] = {}
-        self._is_open = np.zeros(len(files.manifest.shards), np.bool_)
-        self._origins = np.zeros(len(files.manifest.shards), np.int64)
+        shards = len(files.manifest.shards)
+        self._opening = threading.Lock()
+        self._is_open = np.zeros(shards, np.bool_)
+        # For each open shard, the address of feature row 0 of the dataset, if all rows lay before
+        # and behind the shard's own.
+        self._addresses = np.zeros(shards, np.int64)
+        # The first row of each open shard, the lowest in memory first of all.
+        self._first_rows: list[NDArray[np.void]] = []
+        self._end = 0
+        self._view = _View(np.empty(0, np.void), self._addresses)
 
     def pick(self, wanted: NDArray[np.int64]) -> NDArray[Any]:
-        shards = self._files.starts.searchsorted(wanted, side="right") - 1
+        shards = self._shards[wanted]
         if not self._is_open.all():
             for shard in np.unique(shards[~self._is_open[shards]]).tolist():
                 self._open(shard)
-        places = self._origins[shards] + wanted * self._stride
-        lowest = self._first_rows[int(shards[places.argmin()])]
-        places -= lowest.ctypes.data
-        everywhere = as_strided(lowest, (int(places.max()) + 1,), (1,), writeable=False)
+        everywhere, origins = self._view
+        places = origins[shards] + wanted * self._stride
         picked: NDArray[Any] = everywhere[places].view(self._dtype)
         return picked.reshape(len(wanted), *self._axes)
 
+    @cached_property
+    def _shards(self) -> NDArray[np.int32]:
+        """For each feature row, its shard: quicker to look up than to search for."""
+        starts = self._files.starts
+        return np.repeat(np.arange(len(starts) - 1, dtype=np.int32), np.diff(starts))
+
     def _open(self, shard: int) -> None:
         data = self._files.array(shard, self._number).reshape(-1).view(np.uint8)
-        first = data[self._begin : self._begin + self._size].view(np.dtype((np.void, self._size)))
-        self._first_rows[shard] = first
-        self._origins[shard] = first.ctypes.data - int(self._files.starts[shard]) * self._stride
-        # Last: another thread may be looking.
-        self._is_open[shard] = True
+        row = data[self._begin : self._begin + self._size].view(np.dtype((np.void, self._size)))
+        address = row.ctypes.data
+        with self._opening:
+            is_lowest = not self._first_rows or address < self._first_rows[0].ctypes.data
+            self._first_rows.insert(0 if is_lowest else len(self._first_rows), row)
+            self._addresses[shard] = address - int(self._files.starts[shard]) * self._stride
+            self._end = max(self._end, address + data.size - self._stride + 1)
+            lowest = self._first_rows[0]
+            begin = lowest.ctypes.data
+            everywhere = as_strided(lowest, (self._end - begin,), (1,), writeable=False)
+            # In this order: another thread may be picking.
+            self._view = _View(everywhere, self._addresses - begin)
+            self._is_open[shard] = True
+
+
+class _View(NamedTuple):
+    """All open files as one array.
+
+    Attributes:
+        everywhere: A row that begins at every byte, from the lowest row on.
+        origins: [shards] int64: for each open shard, at which of these feature row 0 would be.
+    """
+
+    everywhere: NDArray[np.void]
+    origins: NDArray[np.int64]
