@@ -107,7 +107,7 @@ def test_files_without_a_record_are_for_gc(root, store):
     [
         (["--all", "a"], "--all takes no dataset id, found 'a'"),
         (["--all"], "no dataset is committed under"),
-        (["begun"], "begun but not committed: 1 shard(s) are staged"),
+        (["begun"], "begun but not committed; shards staged so far: 1"),
         (["x"], "committed there: none"),
         ([], "ROOT/datasets/DATASET_ID, or --all for every dataset under ROOT; found"),
     ],

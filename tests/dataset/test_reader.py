@@ -243,6 +243,9 @@ def test_select_in_the_order_asked(dataset, ragged, good):
 def test_select_refuses_one_id_for_a_list(dataset, good):
     with pytest.raises(InvalidInputError, match=r"list of row ids, found 'r-0'; write .*\['r-0'\]"):
         dataset.select(good[0].id)
+    for wrong in (5, None, b"r-0"):
+        with pytest.raises(InvalidInputError, match=f"takes a list of row ids, found {wrong!r}$"):
+            dataset.select(wrong)
 
 
 def test_select_says_why_a_row_is_not_there(dataset, rows):
@@ -321,7 +324,7 @@ def test_not_found_says_what_there_is(store, root, rows):
     create_spec(store, spec)
     part = rows_of(spec, rows, 0)
     stage_shard(store, spec, 0, part, [capture(part, spec)])
-    with pytest.raises(NotFoundError, match=r"1 shard\(s\) are staged. Run the same job again"):
+    with pytest.raises(NotFoundError, match=r"shards staged so far: 1. Run the same job again"):
         load_dataset(root, "d")
     assert list_datasets(store) == ["other"]
 

@@ -303,7 +303,7 @@ def test_a_dataset_that_was_begun_is_told_from_one_that_is_not_there(store, root
     create_spec(store, spec)
     part = rows_of(spec, rows, 0)
     stage_shard(store, spec, 0, part, [capture(part, spec)])
-    with pytest.raises(NotFoundError, match=r"begun but not committed: 1 shard\(s\) are staged"):
+    with pytest.raises(NotFoundError, match=r"begun but not committed; shards staged so far: 1"):
         verify_dataset(root, "d")
     with pytest.raises(NotFoundError, match="committed there: none"):
         verify_dataset(root, "e")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from wllm_ray.cli.located import DatasetId, Root, located
-from wllm_ray.cli.reporting import FAILED, needs_extra, reports_errors, say
+from wllm_ray.cli.reporting import FAILED, counted, needs_extra, reports_errors, say
 
 __all__ = ["report"]
 
@@ -53,5 +53,5 @@ def report(
         write_page(page, made.html)
     typer.echo(str(page))
     if not made.verified.ok:
-        say(f"{len(made.verified.faults)} faults; {made.verified.advice}")
+        say(f"{counted(len(made.verified.faults), 'fault')}; {made.verified.advice}")
         raise typer.Exit(FAILED)

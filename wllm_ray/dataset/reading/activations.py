@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -187,10 +187,10 @@ class ActivationDataset:
             NotOfferedError: The sites differ in width.
             IntegrityError: A shard is damaged.
         """
-        if isinstance(row_ids, (str, bytes)):
+        if isinstance(row_ids, (str, bytes)) or not isinstance(row_ids, Iterable):
+            instead = f"; write dataset.select([{row_ids!a}])" if isinstance(row_ids, str) else ""
             raise InvalidInputError(
-                f"select takes a list of row ids, found {row_ids!a}; write "
-                f"dataset.select([{row_ids!a}])",
+                f"select takes a list of row ids, found {row_ids!a}{instead}",
                 code="invalid_argument",
             )
         rows = [self._rows.number_of(row_id) for row_id in row_ids]

@@ -281,7 +281,7 @@ def _not_found(store: Store, dataset_id: str) -> NotFoundError:
     if spec_key(dataset_id).rpartition("/")[2] in names:
         receipts = sum(name.endswith(".receipt.json") for name in names)
         found = (
-            f"it was begun but not committed: {receipts} shard(s) are staged. Run the same job "
+            f"it was begun but not committed; shards staged so far: {receipts}. Run the same job "
             f"again, it resumes there and commits"
         )
     elif store.local_path(DATASETS) is not None and not Path(store.uri).is_dir():
