@@ -177,6 +177,23 @@ def test_a_row_of_another_shard(spec, rows):
     refused("row 4, which is not in this shard", spec, rows, [capture(extra, spec)])
 
 
+def test_a_row_that_no_dataset_has(spec, rows):
+    least = np.iinfo(np.int64).min
+    chunk = replace(capture(rows[:1], spec), row_index=np.array([least]))
+    later = make_rows(8)
+    spec = make_spec(later, per_shard=4)
+    with pytest.raises(IntegrityError, match=f"row {least}, which is not in this shard"):
+        assemble_shard(spec, 1, later[4:], [chunk])
+
+
+@pytest.mark.parametrize("dtype", ["uint64", "int32", "uint8"])
+def test_integers_of_other_dtypes_name_the_same_rows(spec, rows, dtype):
+    chunk = capture(rows, spec)
+    same = {name: getattr(chunk, name).astype(dtype) for name in ("row_index", "lengths")}
+    assembled = assemble_shard(spec, 0, rows, [replace(chunk, **same)])
+    assert np.array_equal(joined(assembled), chunk.features)
+
+
 def test_a_row_that_had_failed_already(rows):
     failed = make_rows(4, failed=[1])
     spec = make_spec(failed, per_shard=4)

@@ -21,6 +21,7 @@ from wllm_ray.dataset.format.layout import folder
 from wllm_ray.dataset.reading import files as files_module
 from wllm_ray.dataset.reading import ranged
 from wllm_ray.dataset.reading.cache import BoundedCache
+from wllm_ray.dataset.reading.files import DatasetFiles
 from wllm_ray.dataset.reading.ranged import RangedFile
 from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.stores.store import open_store
@@ -282,6 +283,37 @@ def test_a_forked_process_reads_although_its_parent_was_reading(local, rows):
     dataset._files.cache._lock.acquire()  # as a thread does that is not forked
 
     assert in_a_fork(lambda: np.array_equal(dataset.features, expected))
+
+
+def test_a_forked_process_opens_shards_that_its_parent_was_opening(local, rows, monkeypatch):
+    """Two threads at once, one of which is forked away while the other is in the middle of it."""
+    (expected,) = write_exact(local, rows, per_shard=10)
+    dataset = load_dataset(local, "d")
+    opening, forked = threading.Event(), threading.Event()
+    array = DatasetFiles.array
+
+    def slowly(files, shard, number):
+        found = array(files, shard, number)
+        if shard == 1 and not forked.is_set():
+            opening.set()
+            assert forked.wait(20)
+        return found
+
+    monkeypatch.setattr(DatasetFiles, "array", slowly)
+    ids = dataset.row_ids
+
+    def read():
+        return np.array_equal(dataset.select(ids[5:25]).features, expected[5:25])
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(lambda: dataset.select(ids[10:12]).features)
+        assert opening.wait(20)
+        monkeypatch.setattr(DatasetFiles, "array", array)
+        assert in_a_fork(read)
+        assert read()
+        forked.set()
+        assert np.array_equal(reading.result(), expected[10:12])
+    assert read()
 
 
 def test_a_pickled_dataset_is_the_same_one_and_knows_what_was_checked(local, rows):

@@ -1,5 +1,6 @@
 """Datasets written by an engine in this process, receipt by receipt."""
 
+import asyncio
 import gc
 import json
 import threading
@@ -99,6 +100,14 @@ async def test_the_content_digest_is_that_of_the_served_path(engine, tmp_path, b
 
 @pytest.mark.requirement("P-3")
 def test_a_second_run_resumes_and_yields_what_was_there(engine, low, tmp_path):
+    whole = low.capture_async
+
+    async def last_shard_waits(task):
+        if task.rows[-1].index == 19:
+            await asyncio.sleep(60)
+        return await whole(task)
+
+    low.capture_async = last_shard_waits
     stream = engine.stream_to_disk(rows(), tmp_path, "d", storage=StorageOptions(rows_per_shard=4))
     first = next(stream)
     stream.close()
@@ -106,6 +115,7 @@ def test_a_second_run_resumes_and_yields_what_was_there(engine, low, tmp_path):
     assert stream.manifest is None
     wait_until(lambda: low.running == 0)
     low.captured.clear()
+    low.capture_async = whole
     receipts = list(
         engine.stream_to_disk(rows(), tmp_path, "d", storage=StorageOptions(rows_per_shard=4))
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
@@ -135,57 +134,51 @@ class _MappedRows:
         self._stride = math.prod(axes) * self._dtype.itemsize
         self._size = math.prod(self._axes) * self._dtype.itemsize
         self._begin = (column or 0) * self._size
-        shards = len(files.manifest.shards)
-        self._opening = threading.Lock()
-        self._is_open = np.zeros(shards, np.bool_)
-        # For each open shard, the address of feature row 0 of the dataset, if all rows lay before
-        # and behind the shard's own.
-        self._addresses = np.zeros(shards, np.int64)
-        # The first row of each open shard, the lowest in memory first of all.
-        self._first_rows: list[NDArray[np.void]] = []
-        self._end = 0
-        self._view = _View(np.empty(0, np.void), self._addresses)
+        # For each shard whose file is mapped, its first row, and the address of that; else 0.
+        self._first_rows: dict[int, NDArray[np.void]] = {}
+        self._addresses = np.zeros(len(files.manifest.shards), np.int64)
+        self._view = _View(self._addresses > 0, np.empty(0, np.void), self._addresses)
 
     def pick(self, wanted: NDArray[np.int64]) -> NDArray[Any]:
-        shards = self._shards[wanted]
-        if not self._is_open.all():
-            for shard in np.unique(shards[~self._is_open[shards]]).tolist():
-                self._open(shard)
-        everywhere, origins = self._view
-        places = origins[shards] + wanted * self._stride
-        picked: NDArray[Any] = everywhere[places].view(self._dtype)
+        shards = self._files.starts.searchsorted(wanted, side="right") - 1
+        view = self._view
+        if not view.is_open.all() and not view.is_open[shards].all():
+            # No lock, which a child that is forked might find held: a thread that writes an older
+            # view over a newer one makes the next look again, and nothing else.
+            view = self._view = self._opened(np.unique(shards).tolist())
+        places = view.origins[shards] + wanted * self._stride
+        picked: NDArray[Any] = view.everywhere[places].view(self._dtype)
         return picked.reshape(len(wanted), *self._axes)
 
-    @cached_property
-    def _shards(self) -> NDArray[np.int32]:
-        """For each feature row, its shard: quicker to look up than to search for."""
-        starts = self._files.starts
-        return np.repeat(np.arange(len(starts) - 1, dtype=np.int32), np.diff(starts))
-
-    def _open(self, shard: int) -> None:
-        data = self._files.array(shard, self._number).reshape(-1).view(np.uint8)
-        row = data[self._begin : self._begin + self._size].view(np.dtype((np.void, self._size)))
-        address = row.ctypes.data
-        with self._opening:
-            is_lowest = not self._first_rows or address < self._first_rows[0].ctypes.data
-            self._first_rows.insert(0 if is_lowest else len(self._first_rows), row)
-            self._addresses[shard] = address - int(self._files.starts[shard]) * self._stride
-            self._end = max(self._end, address + data.size - self._stride + 1)
-            lowest = self._first_rows[0]
-            begin = lowest.ctypes.data
-            everywhere = as_strided(lowest, (self._end - begin,), (1,), writeable=False)
-            # In this order: another thread may be picking.
-            self._view = _View(everywhere, self._addresses - begin)
-            self._is_open[shard] = True
+    def _opened(self, shards: list[int]) -> _View:
+        """All files that are mapped, among them those of these shards."""
+        for shard in shards:
+            if not self._addresses[shard]:
+                data = self._files.array(shard, self._number).reshape(-1).view(np.uint8)
+                first = data[self._begin : self._begin + self._size]
+                row = first.view(np.dtype((np.void, self._size)))
+                self._addresses[shard] = self._first_rows.setdefault(shard, row).ctypes.data
+        starts, addresses = self._files.starts, self._addresses.copy()
+        is_open = addresses > 0
+        opened = np.flatnonzero(is_open)
+        lowest = int(opened[addresses[opened].argmin()])
+        begin = int(addresses[lowest])
+        last_rows = addresses + (np.diff(starts) - 1) * self._stride
+        span = int(last_rows[opened].max()) + 1 - begin
+        everywhere = as_strided(self._first_rows[lowest], (span,), (1,), writeable=False)
+        return _View(is_open, everywhere, addresses - starts[:-1] * self._stride - begin)
 
 
 class _View(NamedTuple):
-    """All open files as one array.
+    """Files that are mapped, as one array.
 
     Attributes:
-        everywhere: A row that begins at every byte, from the lowest row on.
-        origins: [shards] int64: for each open shard, at which of these feature row 0 would be.
+        is_open: [shards] bool, whose they are.
+        everywhere: A row that begins at every byte, from the lowest row in memory on.
+        origins: [shards] int64: at which of these feature row 0 of the dataset would be, if all
+            rows lay before and behind those of the shard; anything where it is not mapped.
     """
 
+    is_open: NDArray[np.bool_]
     everywhere: NDArray[np.void]
     origins: NDArray[np.int64]

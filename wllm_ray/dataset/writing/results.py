@@ -7,7 +7,7 @@ beside a permanent failure, mean that something else is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -96,13 +96,15 @@ def inconsistent(message: str) -> NoReturn:
 
 
 def _found(first_row: int, chunks: Sequence[CapturedChunk]) -> _Found:
-    none = np.empty(0, np.int64)
+    def joined(parts: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
+        return np.concatenate([np.empty(0, np.int64), *parts], dtype=np.int64, casting="unsafe")
+
     sizes = [len(chunk.row_index) for chunk in chunks]
     return _Found(
-        places=np.concatenate([none, *(chunk.row_index for chunk in chunks)]) - first_row,
+        places=joined(chunk.row_index for chunk in chunks) - first_row,
         chunks=np.repeat(np.arange(len(chunks)), sizes),
-        stops=np.concatenate([none, *(np.cumsum(chunk.lengths) for chunk in chunks)]),
-        lengths=np.concatenate([none, *(chunk.lengths for chunk in chunks)]),
+        stops=joined(np.cumsum(chunk.lengths) for chunk in chunks),
+        lengths=joined(chunk.lengths for chunk in chunks),
     )
 
 
@@ -110,7 +112,8 @@ def _expect_wanted(rows: Sequence[RowRecord], decided: dict[int, Any], found: _F
     """Each result is of a row of this shard that was sent."""
     outside = (found.places < 0) | (found.places >= len(rows))
     if outside.any():
-        index = rows[0].index + int(found.places[outside][0])
+        # Added as arrays: what was out of range when it was subtracted comes back as it was.
+        index = int((found.places[outside][:1] + rows[0].index)[0])
         inconsistent(f"a chunk holds row {index}, which is not in this shard")
     unwanted = _mask(len(rows), decided)[found.places]
     if unwanted.any():
