@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from dataset_builders import HIDDEN, capture, features_of, make_rows, make_spec, value_of
 
+from wllm_ray.dataset.format.dtypes import all_finite
 from wllm_ray.dataset.writing.assemble import assemble_shard
 from wllm_ray.errors import ConflictError, IntegrityError
 from wllm_ray.records import RowFailure
@@ -86,6 +87,20 @@ def test_a_value_that_is_not_finite_fails_its_row_with_the_place(spec, rows, bad
     )
     assert "component 3" in failure.message
     assert np.array_equal(joined(assembled), [value_of(i) for i in (0, 1, 3)])
+
+
+@pytest.mark.requirement("C-3")
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_one_value_among_many_is_found_wherever_it_is(bad):
+    values = np.full(300_001, -1e-30, np.float32)
+    values[1] = np.finfo(np.float32).max  # whose square has no room
+    assert all_finite(values, "float32")
+    for place in (0, 1, 150_000, 300_000):
+        wrong = values.copy()
+        wrong[place] = bad
+        assert not all_finite(wrong, "float32")
+        wrong[1] = 1.0 if place != 1 else bad
+        assert not all_finite(wrong, "float32")
 
 
 @pytest.mark.requirement("C-3")
