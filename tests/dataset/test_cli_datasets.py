@@ -133,6 +133,13 @@ def test_a_dataset_that_was_begun_says_what_is_staged(root, store):
     assert "run the same job again" in run("inspect", root, "begun").stdout
 
 
+def test_json_has_all_shards_that_are_missing(root, store):
+    create_spec(store, make_spec(make_rows(30), per_shard=1, dataset_id="begun"))
+    facts = json.loads(run("inspect", root, "begun", "--json").stdout)
+    assert facts["missing_shards"] == list(range(30))
+    assert "(30 in all; --json lists them)" in run("inspect", root, "begun").stdout
+
+
 def test_a_committed_dataset_is_shown_without_opening_a_shard(root, store):
     manifest = write_dataset(store, make_rows(6))
     for shard in manifest.shards:

@@ -263,6 +263,18 @@ def test_features_that_are_not_of_their_traces(store, root, shape):
     assert "the features of row 5 are not those that its trace gives" in fault.message
 
 
+@pytest.mark.requirement("D-9")
+def test_a_rows_table_that_is_gone_is_no_fault_of_the_traces_beside_it(store, root):
+    (first, _) = write_dataset(store, make_rows(6), **SHAPES["traced"]).shards
+    store.delete(f"datasets/d/{first.rows_file.name}")
+    (fault,) = verify_dataset(root, "d").faults
+    assert (fault.code, fault.file) == ("file_missing", first.rows_file.name)
+    key = f"datasets/d/{first.trace_file.name}"
+    store.put(key, store.get(key)[:-1] + b"\x55", mode="overwrite")
+    faults = verify_dataset(root, "d").faults
+    assert [one.file for one in faults] == [first.rows_file.name, first.trace_file.name]
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 def test_faults_come_in_the_order_of_the_files(store, root, threads):
     manifest = write_dataset(store, make_rows(30))
