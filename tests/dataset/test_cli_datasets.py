@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 from dataset_builders import capture, make_rows, make_spec, rows_of, write_dataset
@@ -87,6 +89,28 @@ def test_a_dataset_that_is_not_there_does_not_keep_the_others_from_being_verifie
     assert [json.loads(line)["ok"] for line in reports] == [True, False]
     assert json.loads(reports[1])["error"]["code"] == "dataset_not_found"
     assert run("verify", root, "c", "c").stdout.endswith("no fault in 2 datasets\n")
+
+
+def test_a_root_where_nothing_is_committed_yet(root, store):
+    assert "check the root" in run("verify", root, "--all", code=2).stderr
+    for name in ("b", "a"):
+        begin(store, name)
+    assert "begun there: a, b; `wllm gc` says" in run("verify", root, "--all", code=2).stderr
+
+
+def test_a_fault_names_its_file_once(root, store):
+    name = damage(store, write_dataset(store, make_rows(6)))
+    (line,) = (one for one in run("verify", root, "d", code=2).stdout.splitlines() if name in one)
+    assert line.startswith(f"  fault [digest_mismatch] {name}: expected SHA-256 ")
+    assert line.count(name) == 1
+
+
+def test_nothing_is_written_to_stderr_that_is_no_terminal(root, store):
+    write_dataset(store, make_rows(6), dataset_id="a")
+    command = [sys.executable, "-c", "from wllm_ray.cli import main; main()"]
+    for arguments in (["verify", root, "a"], ["merge", root, "a", "--into", "b"]):
+        ran = subprocess.run([*command, *arguments], capture_output=True, check=True)
+        assert (ran.stderr, bool(ran.stdout)) == (b"", True)
 
 
 def test_an_id_that_cannot_be_is_refused_before_anything_is_read(root, store):

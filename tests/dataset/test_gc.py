@@ -254,6 +254,18 @@ def test_a_writer_that_may_be_at_work_is_not_disturbed(store, root, begun):
     assert abandon_dataset(root, "d", delete=True, older_than=timedelta(0))
 
 
+def test_no_empty_folder_is_left(store, root, rows):
+    spec = make_spec(rows)
+    create_spec(store, spec)
+    stage(store, spec, rows, 0)
+    if (path := store.local_path("datasets/d")) is not None:
+        assert path.is_dir()
+    abandon_dataset(root, "d", delete=True, now=TOMORROW)
+    assert path is None or not path.exists()
+    write_dataset(store, rows)
+    assert verify_dataset(root, "d").ok
+
+
 def test_who_commits_first_has_committed(store, root, rows, begun):
     """The job finishes between the look at the folder and the mark."""
     stage(store, begun, rows, 1)

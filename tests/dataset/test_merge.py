@@ -239,13 +239,23 @@ def test_a_damaged_source_is_found_while_it_is_read(store, role):
     _, second = two(store, **SHAPES["traced"])
     entry = next(e for e in second.shards[1].files if e.role == role)
     key = f"datasets/b/{entry.name}"
-    data = bytearray(store.get(key))
+    whole = store.get(key)
+    data = bytearray(whole)
     data[-9 if role == "features" else len(data) // 2] ^= 1
     store.put(key, bytes(data), mode="overwrite")
-    with pytest.raises(IntegrityError, match=f"{key}: expected SHA-256"):
+    with pytest.raises(IntegrityError, match=f"{key}: expected SHA-256") as error:
         merge_datasets(store, ["a", "b"], "ab")
     with pytest.raises(NotFoundError):
         load_dataset(store, "ab")
+    # Rows are read before anything is written; for the rest it is told how to go on.
+    begun = store.size("datasets/ab/spec.json") is not None
+    assert begun == (role != "rows") == ("'ab' was begun under" in error.value.message)
+    if begun:
+        assert f"wllm gc {store.uri} ab --abandon" in error.value.message
+        assert error.value.code == "digest_mismatch"
+        store.put(key, whole, mode="overwrite")
+        assert merge_datasets(store, ["a", "b"], "ab").rows == 9
+        assert verify_dataset(store, "ab").ok
 
 
 def test_a_damaged_receipt_of_a_source(store):

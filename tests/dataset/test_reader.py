@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,6 +184,20 @@ def test_opening_reads_nothing_but_the_manifest(local, rows):
     dataset = load_dataset(local, "d")
     assert (len(others), len(dataset), dataset.manifest.shape) == (16, 12, (12, 1, 4))
     assert "12 rows, 2 failed" in repr(dataset)
+
+
+def test_many_sites_are_not_all_spelt_out(local):
+    sites = tuple(f"L{layer}_resid_post" for layer in range(9))
+    for name, of_it in (("all", sites), ("few", sites[:8])):
+        write_dataset(
+            local, make_rows(2), dataset_id=name, sites=of_it, site_widths=(4,) * len(of_it)
+        )
+    many, few = load_dataset(local, "all"), load_dataset(local, "few")
+    short = "L0_resid_post, L1_resid_post, L2_resid_post, L3_resid_post, … L8_resid_post (9 sites)"
+    assert f"2 × {short} × 4, tiny" in repr(many)
+    with pytest.raises(InvalidInputError, match=re.escape(f"it has {short}")):
+        many.site("L3_mlp_out")
+    assert f"2 × {', '.join(sites[:8])} × 4, tiny" in repr(few)
 
 
 @pytest.mark.parametrize("size", [1, 4, 5, 12, 100])

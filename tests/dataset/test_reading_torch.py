@@ -78,8 +78,10 @@ def test_one_item_for_each_feature_row(dataset, written):
         assert item["id"] == dataset.row_ids[item["row"]]
     assert torch.equal(items[-1]["features"], items[34]["features"])
     for number in (35, -36):
-        with pytest.raises(IndexError, match="35 feature rows"):
+        with pytest.raises(IndexError, match=f"^feature row {number} of a dataset that has 35$"):
             items[number]
+    with pytest.raises(IndexError, match=r"^feature row 35 of"):
+        items.__getitems__([0, 35, 99])
     assert items.__getitems__([]) == []
 
 

@@ -99,7 +99,10 @@ def test_a_conflict_over_a_field_names_it_alone(store, rows, name, value, kept):
         changed = [replace(row, request_digest=f"{row.index:064}") for row in rows]
         asked = make_spec(changed, **{name: value})
     error = refused(store, asked, changed)
-    assert f"what differs: field {name}. Use" in error.message
+    assert (
+        f"what differs: field {name} (stored {kept!r}, asked {value!r}). Use another dataset id"
+        in error.message
+    )
     assert error.details == NOTHING | {"fields": {name: {"stored": kept, "asked": value}}}
 
 

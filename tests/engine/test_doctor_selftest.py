@@ -1,6 +1,7 @@
 """``wllm doctor --self-test`` with a real engine, in a process of its own."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -41,3 +42,23 @@ def test_a_model_that_cannot_be_proven_fails_the_check(tmp_path):
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert line.startswith("FAIL  self-test: [")
     assert "→ the application would not get ready with this model" in done.stdout
+
+
+@pytest.mark.requirement("P-3")
+def test_vllm_does_not_write_to_stdout(tmp_path):
+    """A script's output is what the script prints."""
+    build_tiny_model("qwen3", tmp_path / "tiny")
+    script = (
+        "import sys; from wllm_ray import VLLMEngine\n"
+        "with VLLMEngine(sys.argv[1], layers=[1], max_model_len=64, selftest=False) as engine:\n"
+        "    print(engine.extract([[5, 6]]).features.shape)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "tiny")],
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "(1, 128)\n"
+    assert "INFO" in done.stderr

@@ -23,6 +23,7 @@ from wllm_ray.capture.proof import (
     probe_prompts,
     two_positions,
 )
+from wllm_ray.capture.rounding import expect_same_rows, relative_l2
 from wllm_ray.capture.selftest_sites import check_depth, check_sites
 from wllm_ray.records import SelfTestReport
 
@@ -32,9 +33,6 @@ _LENGTHS = (1, 3, 8, 9, 17, 33, 65, 129, 257, 513)
 _LONGEST = 2000
 _LOGPROBS = 20
 _LOGIT_PROBE_TOKENS = 24
-# Relative L2 between the same row captured alone and in a batch, above which it is another row and
-# not rounding: real models differ by up to 1.4e-2 in bfloat16 (more threads, other kernels).
-_SAME_ROW = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
 # Log-probabilities from the captured row against the engine's own: the same arithmetic, but for
 # the last bits of a matrix product, so a few units in the last place of the largest logit.
 _ULPS = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
@@ -118,29 +116,15 @@ def _difference_from_cache(subject: Subject, lengths: Sequence[int]) -> float:
 
 def _check_each(chunk: ChunkCapture, alone: Sequence[Floats], subject: Subject) -> float:
     """Site by site: beside a wide stream, a wrong narrow site would not be seen."""
-    allowed = _SAME_ROW.get(subject.dtype, 0.0)
-    largest = 0.0
-    for site, columns in chunk.columns.items():
-        pairs = zip(features_of(chunk), alone, strict=True)
-        worst = max(_relative_l2(found[:, columns], one[:, columns]) for found, one in pairs)
-        if worst > allowed:
-            raise failed(
-                f"the same prompt alone and in a batch gives another {site}: relative L2 "
-                f"{worst:.2e}, at most {allowed} is rounding in {subject.dtype}; rows are "
-                "attributed wrongly"
-            )
-        largest = max(largest, worst)
-    return largest
+    found, expected = np.concatenate(features_of(chunk)), np.concatenate(alone)
+    return max(
+        expect_same_rows(site, found[:, columns], expected[:, columns], subject.dtype)
+        for site, columns in chunk.columns.items()
+    )
 
 
 def _largest_difference(one: Sequence[Floats], other: Sequence[Floats]) -> float:
-    return max(_relative_l2(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _relative_l2(found: Floats, expected: Floats) -> float:
-    distance = np.linalg.norm(found.astype(np.float64) - expected, axis=-1)
-    size = np.linalg.norm(expected.astype(np.float64), axis=-1)
-    return float((distance / np.maximum(size, 1e-30)).max())
+    return float(relative_l2(np.concatenate(one), np.concatenate(other)).max())
 
 
 def _check_rows(subject: Subject, lengths: Sequence[int], worst: float, *, exact: bool) -> str:
@@ -170,7 +154,7 @@ def _check_logits(subject: Subject) -> str:
             f"final norm and head on the last block's capture differ from the engine's own "
             f"log-probabilities by {error:.2e}, expected at most {allowed:.2e}"
         )
-    change = _relative_l2(rows[0], rows[-1]) if neighbour else 0.0
+    change = float(relative_l2(rows[0], rows[-1])) if neighbour else 0.0
     if neighbour and change < _TELLING:
         return (
             f"log-probabilities of {len(own)} tokens reproduced within {error:.2e}; the last block "

@@ -112,6 +112,8 @@ def prepare_environment(options: EngineOptions) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # What a command prints is its result.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if Path(options.model).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

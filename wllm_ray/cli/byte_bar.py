@@ -28,6 +28,9 @@ def byte_bar(label: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+    console = Console(stderr=True)
+    # Elsewhere than on a terminal a bar that goes again would leave an empty line.
+    disable = quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=disable) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

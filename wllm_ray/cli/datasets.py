@@ -89,10 +89,22 @@ def _chosen(root: str, dataset_ids: list[str], *, every: bool) -> list[tuple[str
         )
     found = list_datasets(open_store(root))
     if not found:
-        raise InvalidInputError(
-            f"no dataset is committed under {root!a}; check the root", code="invalid_argument"
-        )
+        raise _none_committed(root)
     return [(root, one) for one in found]
+
+
+def _none_committed(root: str) -> InvalidInputError:
+    from wllm_ray.dataset.stores.store import open_store
+    from wllm_ray.dataset.tools.folders import dataset_ids
+
+    begun = dataset_ids(open_store(root))
+    listed = ", ".join(begun[:FIRST_FEW]) + (" …" if len(begun) > FIRST_FEW else "")
+    advice = (
+        f"begun there: {listed}; `wllm gc` says how far they are" if begun else "check the root"
+    )
+    return InvalidInputError(
+        f"no dataset is committed under {root!a}; {advice}", code="invalid_argument"
+    )
 
 
 @dataclass(slots=True)
@@ -151,12 +163,17 @@ class _Verified:
 
 
 def _print_report(report: VerifyReport) -> None:
+    from wllm_ray.dataset.format.layout import folder
+
     state = counted(len(report.faults), "fault") if report.faults else "no fault"
     typer.echo(
         f"{report.dataset_id}: {counted(report.files, 'file')}, {report.bytes} bytes, {state}"
     )
     for fault in report.faults:
-        typer.echo(f"  fault [{fault.code}] {fault.file}: {fault.message}")
+        # Some messages begin with their file themselves.
+        told = fault.message.removeprefix(f"{folder(report.dataset_id)}/")
+        told = told.removeprefix(f"{fault.file}: ")
+        typer.echo(f"  fault [{fault.code}] {fault.file}: {told}")
     for note in report.notes:
         typer.echo(f"  note: {note}")
 

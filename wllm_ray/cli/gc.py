@@ -89,7 +89,7 @@ def _print_report(report: GcReport, *, delete: bool) -> None:
         shards = counted(report.shards, "shard")
         typer.echo(
             f"begun: {report.dataset_id}, {report.staged} of {shards} staged, {report.bytes} bytes"
-            f"; run its job again to finish it, or give it up with --abandon"
+            f"; run its job or merge again to finish it, or give it up with --abandon"
         )
 
 

@@ -33,7 +33,7 @@ def gone_cluster(environment: Mapping[str, str]) -> str | None:
     return (
         f"the Ray cluster at {host}:{port}, which {file} names, is gone, and `serve run` would "
         f"wait for it; start another with `RAY_ADDRESS=local serve run …` or `wllm serve`, or "
-        f"clear the file with `ray stop`"
+        f"remove the file (`ray stop` does, and ends every Ray process of yours on this machine)"
     )
 
 

@@ -6,7 +6,21 @@ from wllm_ray.dataset.format.manifest import Manifest
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.sites import HookSite, parse_site
 
-__all__ = ["site_number"]
+__all__ = ["listed_sites", "site_number"]
+
+# A longer list is cut to the first few of it.
+_LONGEST_LIST, _FIRST_FEW = 8, 4
+
+
+def listed_sites(manifest: Manifest) -> str:
+    """The dataset's sites, for people: all of a few, or the first ones, the last one and how many.
+
+    For example ``L0_resid_post, L1_resid_post, … L25_resid_post (26 sites)``.
+    """
+    sites = manifest.sites
+    if len(sites) <= _LONGEST_LIST:
+        return ", ".join(sites)
+    return f"{', '.join(sites[:_FIRST_FEW])}, … {sites[-1]} ({len(sites)} sites)"
 
 
 def site_number(manifest: Manifest, site: HookSite | str) -> int:
@@ -19,7 +33,7 @@ def site_number(manifest: Manifest, site: HookSite | str) -> int:
     if name not in manifest.sites:
         raise InvalidInputError(
             f"dataset {manifest.dataset_id!r} does not have site {name}; it has "
-            f"{', '.join(manifest.sites)}",
+            f"{listed_sites(manifest)}",
             code="invalid_site",
         )
     return manifest.sites.index(name)
@@ -27,7 +41,7 @@ def site_number(manifest: Manifest, site: HookSite | str) -> int:
 
 def _canonical(manifest: Manifest, site: HookSite | str) -> str:
     """The canonical name of a site; what is none is refused with what could be written."""
-    has = f"dataset {manifest.dataset_id!r} has {', '.join(manifest.sites)}"
+    has = f"dataset {manifest.dataset_id!r} has {listed_sites(manifest)}"
     if isinstance(site, HookSite):
         return str(site)
     if isinstance(site, str):

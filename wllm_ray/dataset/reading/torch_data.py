@@ -79,7 +79,8 @@ class FeatureRows(Dataset):  # type: ignore[misc]  # torch has no types here
         wanted = np.asarray(numbers, np.int64)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
-            raise IndexError(f"expected numbers of {len(self)} feature rows, found {numbers}")
+            outside = next(n for n in numbers if not -len(self) <= n < len(self))
+            raise IndexError(f"feature row {outside} of a dataset that has {len(self)}")
         origins = self._rows.all_labels.of(wanted)
         stored = self._picker.pick(wanted, sweep=True)
         features = tensor_of(stored, self._picker.files.manifest.dtype)

@@ -7,6 +7,7 @@ told. The mark goes last, so that a removal which was interrupted is known for w
 
 from __future__ import annotations
 
+import contextlib
 from datetime import UTC, datetime, timedelta
 
 from wllm_ray.dataset.format.layout import (
@@ -69,7 +70,17 @@ def abandon_dataset(
     if delete:
         for name in ours:
             store.delete(f"{folder(dataset_id)}/{name}")
+        _remove_empty_folder(store, dataset_id)
     return [(f"{folder(dataset_id)}/{name}", sizes[name]) for name in ours if name != MANIFEST_NAME]
+
+
+def _remove_empty_folder(store: Store, dataset_id: str) -> None:
+    """Leave no folder without files; object stores have none."""
+    path = store.local_path(folder(dataset_id))
+    if path is not None:
+        # Files of others may lie in it, or a writer may just have begun the same id again.
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def _order(name: str) -> tuple[int, str]:

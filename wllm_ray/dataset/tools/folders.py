@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import re
 
-from wllm_ray.dataset.format.layout import MANIFEST_NAME, SPEC_NAME, folder, receipt_shard
+from wllm_ray.dataset.format.layout import (
+    DATASETS,
+    MANIFEST_NAME,
+    SPEC_NAME,
+    check_dataset_id,
+    folder,
+    receipt_shard,
+)
 from wllm_ray.dataset.stores.keys import TEMPORARY_PREFIX
 from wllm_ray.dataset.stores.store import Store
-from wllm_ray.errors import NotFoundError
+from wllm_ray.errors import InvalidInputError, NotFoundError
 
-__all__ = ["content_shard", "file_sizes", "is_ours", "is_temporary"]
+__all__ = ["content_shard", "dataset_ids", "file_sizes", "is_ours", "is_temporary"]
 
 _CONTENT = re.compile(r"shard-([0-9]{5,9})-[0-9a-f]{16}\..+")
+
+
+def dataset_ids(store: Store) -> list[str]:
+    """Ids of all folders of datasets, committed or not, sorted; what else is there is not ours."""
+    names = {key.split("/")[1] for key, _ in store.list(DATASETS) if key.count("/") > 1}
+    return sorted(filter(_is_dataset_id, names))
 
 
 def file_sizes(store: Store, dataset_id: str) -> dict[str, int]:
@@ -28,6 +41,14 @@ def file_sizes(store: Store, dataset_id: str) -> dict[str, int]:
             code="dataset_not_found",
         )
     return sizes
+
+
+def _is_dataset_id(name: str) -> bool:
+    try:
+        check_dataset_id(name)
+    except InvalidInputError:
+        return False
+    return True
 
 
 def is_temporary(name: str) -> bool:

@@ -23,7 +23,6 @@ from wllm_ray.dataset.format.layout import (
     DATASETS,
     MANIFEST_NAME,
     SPEC_NAME,
-    check_dataset_id,
     folder,
     receipt_key,
     spec_key,
@@ -38,7 +37,7 @@ from wllm_ray.dataset.reading.staged import (
 )
 from wllm_ray.dataset.stores.store import Root, Store, open_store
 from wllm_ray.dataset.tools.abandon import ONE_DAY, expect_not_abandoned
-from wllm_ray.dataset.tools.folders import content_shard, file_sizes, is_temporary
+from wllm_ray.dataset.tools.folders import content_shard, dataset_ids, file_sizes, is_temporary
 from wllm_ray.errors import IntegrityError, InvalidInputError, NotFoundError
 
 __all__ = ["GcReport", "Leftover", "collect_garbage", "expect_root"]
@@ -143,7 +142,7 @@ def collect_garbage(
     """
     store = open_store(root)
     written_before = (now or datetime.now(UTC)) - older_than
-    for found in [dataset_id] if dataset_id is not None else _dataset_ids(store):
+    for found in [dataset_id] if dataset_id is not None else dataset_ids(store):
         report = _examined(store, found, written_before)
         yield _emptied(store, report) if delete else report
 
@@ -163,26 +162,12 @@ def expect_root(root: Root) -> None:
             code="object_not_found",
         )
     parent, _, name = store.uri.rstrip("/").rpartition("/")
-    if name == DATASETS and not parent.endswith("/") and _dataset_ids(open_store(parent or "/")):
+    if name == DATASETS and not parent.endswith("/") and dataset_ids(open_store(parent or "/")):
         raise InvalidInputError(
             f"{store.uri} is the folder of datasets inside a storage root; name the root, "
             f"{parent or '/'}",
             code="invalid_argument",
         )
-
-
-def _dataset_ids(store: Store) -> list[str]:
-    """Ids of all folders of datasets, sorted; what else lies there is not of this library."""
-    names = {key.split("/")[1] for key, _ in store.list(DATASETS) if key.count("/") > 1}
-    return sorted(filter(_is_dataset_id, names))
-
-
-def _is_dataset_id(name: str) -> bool:
-    try:
-        check_dataset_id(name)
-    except InvalidInputError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, slots=True)

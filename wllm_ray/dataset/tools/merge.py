@@ -36,7 +36,7 @@ from wllm_ray.dataset.writing.writer import (
     put_receipt,
     staged_shards,
 )
-from wllm_ray.errors import ConflictError, InvalidInputError
+from wllm_ray.errors import ConflictError, IntegrityError, InvalidInputError
 from wllm_ray.records import Fingerprint
 
 __all__ = ["merge_datasets"]
@@ -86,7 +86,8 @@ def merge_datasets(
         ConflictError: The sources differ in what was asked, or share a row id
             (``dataset_conflict``), or come from engines that may differ (``mixed_fingerprints``);
             or the new id stands for something else (``dataset_conflict``, ``dataset_immutable``).
-        IntegrityError: A source is damaged.
+        IntegrityError: A source is damaged. Where features or traces are, the new dataset was begun
+            by then; the message says how to go on.
         StorageError: A root failed to read or write.
     """
     store = open_store(root)
@@ -101,7 +102,10 @@ def merge_datasets(
     _expect_unique_ids(parts)
     spec = _merged_spec(opened, into, mixed=mixed)
     create_spec(target, spec)
-    _copy_missing(target, spec, parts, on_bytes)
+    try:
+        _copy_missing(target, spec, parts, on_bytes)
+    except IntegrityError as error:
+        raise _left_begun(error, target, into) from error
     return commit_manifest(target, into)
 
 
@@ -224,6 +228,18 @@ def _copy_missing(
             _expect_same(spec, part, standing)
         done += sum(entry.bytes for entry in part.entry.files)
         on_bytes(done, total)
+
+
+def _left_begun(error: IntegrityError, target: Store, into: str) -> IntegrityError:
+    """The same error, and what it means for the new dataset."""
+    return IntegrityError(
+        f"{error.message}. Dataset {into!r} was begun under {target.uri}: mend the source and "
+        f"merge again, which goes on from there, or give it up with `wllm gc {target.uri} {into} "
+        f"--abandon --older-than 0 --delete`",
+        code=error.code,
+        stage="merge",
+        details=error.details,
+    )
 
 
 def _expect_same(spec: DatasetSpec, part: _Part, standing: Receipt) -> None:

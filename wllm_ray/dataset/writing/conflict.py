@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from wllm_ray.dataset.format.documents import read_receipt
@@ -36,9 +37,11 @@ def conflict(
         for name, value in stored.items()
         if value != wanted[name]
     }
+    told = [one for name in fields for one in _differences(name, stored[name], wanted[name])]
     shards = [] if fields.keys() - {"rows"} else _differing_shards(existing, asked)
     rows = _differing_rows(store, existing, shards, rows_of) if rows_of else []
-    parts = [f"field {name}" for name in fields]
+    parts = [f"field {one}" for one in told[:_LISTED]]
+    parts += [f"{len(told) - _LISTED} more fields"] if len(told) > _LISTED else []
     parts += [f"shards {_listed(shards)}"] if shards else []
     parts += [f"rows {_listed(rows)}"] if rows else []
     state = "is committed and cannot change" if committed else "was begun with another request"
@@ -55,6 +58,16 @@ def conflict(
             "more_rows": len(rows[_LISTED:]),
         },
     )
+
+
+def _differences(name: str, stored: object, asked: object) -> Iterator[str]:
+    """Field by field, as ``tokenizer.revision (stored 'a', asked 'b')``."""
+    if isinstance(stored, dict) and isinstance(asked, dict):
+        for key in dict.fromkeys((*stored, *asked)):
+            if stored.get(key) != asked.get(key):
+                yield from _differences(f"{name}.{key}", stored.get(key), asked.get(key))
+        return
+    yield f"{name} (stored {reprlib.repr(stored)}, asked {reprlib.repr(asked)})"
 
 
 def _listed(values: Sequence[object]) -> str:
