@@ -268,6 +268,7 @@ _CODES: dict[type[WLLMError], dict[str, str]] = {
     ConflictError: {
         "dataset_conflict": "This dataset id already stands for something else.",
         "dataset_immutable": "The dataset is committed, and the request differs from it.",
+        "dataset_abandoned": "The dataset was begun, and given up before it was committed.",
         "mixed_fingerprints": "Shards of a dataset come from engines that may differ numerically.",
         "single_writer_root": "The storage root does not honour create-only writes.",
     },

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from wllm_ray.digest import canonical_json, parse_json, sha256_hex
 from wllm_ray.errors import ROW_FAILURE_CODES
+from wllm_ray.lazy import lazy
 from wllm_ray.sites import HookSite
 
 __all__ = [
@@ -40,7 +41,9 @@ __all__ = [
 class Record(BaseModel):
     """A frozen record that is written to JSON; an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, ignored_types=(lazy,)
+    )
 
 
 class RowFailure(Record):

@@ -52,8 +52,8 @@ class Recording:
     def local_path(self, key):
         return self._store.local_path(key)
 
-    def get(self, key):
-        data = self._store.get(key)
+    def get(self, key, **options):
+        data = self._store.get(key, **options)
         self.whole.append((key.rpartition("/")[2], len(data)))
         return data
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from wllm_ray.cli import app
 from wllm_ray.cli.datasets import FIRST_FEW, _shown
-from wllm_ray.dataset.format.layout import receipt_key
+from wllm_ray.dataset.format.layout import manifest_key, receipt_key
 from wllm_ray.dataset.reading.verify import verify_dataset
 from wllm_ray.dataset.writing.writer import create_spec, stage_shard
 
@@ -267,7 +267,16 @@ def test_giving_up_takes_an_id_and_delete(littered, store):
         f"removable: {receipt_key('begun', 1)}, {store.size(receipt_key('begun', 1))} bytes"
     )
     assert "add --delete" in listed
-    run("gc", littered, "begun", "--abandon", "--older-than", "0", "--delete")
+    assert run("gc", littered, "begun", "--abandon").stdout == listed, "looking harms nobody"
+    again = ("gc", littered, "begun", "--abandon", "--older-than", "0", "--delete")
+    run(*again)
+    assert [key for key, _ in store.list("datasets/begun")] == [manifest_key("begun")]
+    assert "given up: begun; its id is kept from use" in run("gc", littered).stdout
+    for command in ("inspect", "verify"):
+        told = run(command, littered, "begun", code=2).stderr
+        assert "[dataset_not_found]: " in told
+        assert "begun, and given up before it was committed" in told
+    assert run(*again).stdout.startswith(f"removed: {manifest_key('begun')}, ")
     assert not [key for key, _ in store.list("datasets") if "begun" in key]
 
 

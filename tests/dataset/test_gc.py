@@ -23,9 +23,11 @@ from wllm_ray.dataset.reading.verify import verify_dataset
 from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.dataset.tools.abandon import abandon_dataset
 from wllm_ray.dataset.tools.gc import collect_garbage
+from wllm_ray.dataset.tools.inspect import inspect_dataset
 from wllm_ray.dataset.tools.merge import merge_datasets
-from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard, staged_shards
-from wllm_ray.errors import ConflictError, IntegrityError, NotFoundError
+from wllm_ray.dataset.writing import writer
+from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard
+from wllm_ray.errors import ConflictError, NotFoundError
 
 pytestmark = pytest.mark.requirement("D-5")
 
@@ -231,7 +233,11 @@ def test_a_dataset_that_was_begun_can_be_given_up(store, root, rows, begun):
     listed = abandon_dataset(root, "d", now=TOMORROW)
     assert keys(store) == before
     assert {key for key, _ in listed} == set(before) - {"datasets/d/notes.txt"}
-    assert sorted(abandon_dataset(root, "d", delete=True, now=TOMORROW)) == sorted(listed)
+    assert abandon_dataset(root, "d", delete=True, now=TOMORROW) == listed
+    assert keys(store) == [manifest_key("d"), "datasets/d/notes.txt"]
+    mark = [(manifest_key("d"), store.size(manifest_key("d")))]
+    assert abandon_dataset(root, "d") == mark
+    assert abandon_dataset(root, "d", delete=True, now=TOMORROW) == mark
     assert keys(store) == ["datasets/d/notes.txt"]
     write_dataset(store, make_rows(4))
     assert verify_dataset(root, "d").ok
@@ -260,7 +266,8 @@ def test_no_empty_folder_is_left(store, root, rows):
     stage(store, spec, rows, 0)
     if (path := store.local_path("datasets/d")) is not None:
         assert path.is_dir()
-    abandon_dataset(root, "d", delete=True, now=TOMORROW)
+    for _ in range(2):
+        abandon_dataset(root, "d", delete=True, now=TOMORROW)
     assert path is None or not path.exists()
     write_dataset(store, rows)
     assert verify_dataset(root, "d").ok
@@ -294,24 +301,95 @@ def test_who_gives_up_first_has_given_up(store, root, rows, begun):
         store.delete = deleting
         raise KeyboardInterrupt
 
-    for _ in keys(store):  # all but the notes, and the mark
+    for _ in keys(store)[1:]:  # all but the notes
         store.delete = once
         with pytest.raises(KeyboardInterrupt):
             abandon_dataset(store, "d", delete=True, now=TOMORROW)
-        if manifest_key("d") in keys(store):
-            assert "finish it with `wllm gc --abandon" in collected(root).damage.message
-            if receipt_key("d", 1) not in keys(store):
-                with pytest.raises(IntegrityError):
-                    stage(store, begun, rows, 1)
-            for call in (
-                lambda: commit_manifest(store, "d"),
-                lambda: staged_shards(store, begun),
-                lambda: load_dataset(root, "d"),
-            ):
-                with pytest.raises((IntegrityError, NotFoundError)):
-                    call()
-    assert keys(store) == ["datasets/d/notes.txt"]
+        expect_given_up(store, root, begun, rows)
+        if receipt_key("d", 1) not in keys(store):
+            with pytest.raises(ConflictError) as error:
+                stage(store, begun, rows, 1)
+            assert error.value.code == "dataset_abandoned"
+    assert keys(store) == [manifest_key("d"), "datasets/d/notes.txt"]
+    expect_given_up(store, root, begun, rows)
+
+
+def expect_given_up(store, root, spec, rows):
+    """Nobody begins, commits or reads it, and everybody is told why."""
+    assert manifest_key("d") in keys(store)
     assert list_datasets(store) == []
+    assert collected(root).state == "abandoned"
+    for call in (lambda: create_spec(store, spec), lambda: commit_manifest(store, "d")):
+        with pytest.raises(ConflictError, match=r"was given up .* `wllm gc ROOT d --ab") as error:
+            call()
+        assert error.value.code == "dataset_abandoned"
+    for read in (load_dataset, verify_dataset, inspect_dataset):
+        with pytest.raises(NotFoundError, match="begun, and given up before it was committed"):
+            read(root, "d")
+    with pytest.raises(NotFoundError, match="given up before"):
+        merge_datasets(root, ["d"], "copy")
+
+
+def test_a_committer_that_was_slow_is_told_however_long_it_took(store, root, rows, begun):
+    """It has looked at every file; then all is given up, to the last file, before it commits."""
+    stage(store, begun, rows, 1)
+    putting = store.put
+
+    def put(key, *args, **options):
+        if key == manifest_key("d"):
+            store.put = putting
+            assert abandon_dataset(root, "d", delete=True, older_than=timedelta(0))
+        return putting(key, *args, **options)
+
+    store.put = put
+    with pytest.raises(ConflictError, match="was given up") as error:
+        commit_manifest(store, "d")
+    assert error.value.code == "dataset_abandoned"
+    expect_given_up(store, root, begun, rows)
+
+
+def test_what_a_writer_stages_while_all_is_given_up_goes_too(store, root, rows, begun):
+    """A receipt that outlived its files would be in the way of whoever begins again."""
+    deleting = store.delete
+
+    def delete(key):
+        deleting(key)
+        if key.endswith("spec.json"):
+            store.delete = deleting
+            stage(store, begun, rows, 1)
+
+    store.delete = delete
+    # The writer had looked for the mark already.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "expect_not_lost", lambda *_: None)
+        removed = dict(abandon_dataset(store, "d", delete=True, now=TOMORROW))
+    assert receipt_key("d", 1) in removed
+    assert keys(store) == [manifest_key("d"), "datasets/d/notes.txt"]
+
+
+def test_what_is_staged_later_still_is_removed_as_a_leftover(store, root, rows, begun):
+    abandon_dataset(root, "d", delete=True, now=TOMORROW)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "expect_not_lost", lambda *_: None)
+        stage(store, begun, rows, 1)
+    report = collected(root, delete=True)
+    kinds = {one.key.rpartition(".")[2]: (one.kind, one.removed) for one in report.leftovers}
+    assert kinds["json"] == kinds["npy"] == kinds["arrow"] == ("superseded", True)
+    assert kinds["txt"] == ("foreign", False)
+    assert keys(store) == [manifest_key("d"), "datasets/d/notes.txt"]
+
+
+def test_zero_is_no_age_whatever_the_clocks_say(store, root, rows, begun):
+    """The root's clock may be ahead of ours."""
+    yesterday = TOMORROW - timedelta(days=3)
+    (one,) = [x for x in collected(root, now=yesterday).leftovers if x.kind == "temporary"]
+    assert one.recent
+    none = timedelta(0)
+    kept = collected(root, delete=True, now=yesterday, older_than=none).leftovers
+    assert [(x.kind, x.removed) for x in kept] == [("temporary", True), ("foreign", False)]
+    with pytest.raises(ConflictError, match="a writer may be at work"):
+        abandon_dataset(root, "d", delete=True, now=yesterday, older_than=timedelta(seconds=1))
+    assert abandon_dataset(root, "d", delete=True, now=yesterday, older_than=none)
 
 
 def test_nothing_to_give_up(root):

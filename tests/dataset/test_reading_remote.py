@@ -316,6 +316,33 @@ def test_a_forked_process_opens_shards_that_its_parent_was_opening(local, rows, 
     assert read()
 
 
+def test_a_forked_process_reads_one_dataset_while_its_parent_opens_another(
+    local, rows, monkeypatch
+):
+    """What a class keeps for all datasets must not be held by a thread that is forked away."""
+    (expected,) = write_exact(local, rows)
+    one, other = load_dataset(local, "d"), load_dataset(local, "d")
+    opening, forked = threading.Event(), threading.Event()
+    array = DatasetFiles.array
+
+    def slowly(files, shard, number):
+        if files is one._files:
+            opening.set()
+            assert forked.wait(30)
+        return array(files, shard, number)
+
+    monkeypatch.setattr(DatasetFiles, "array", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(lambda: one.features)
+        assert opening.wait(20)
+        try:
+            assert in_a_fork(lambda: np.array_equal(other.features, expected))
+            assert np.array_equal(other.features, expected), "nor do two datasets wait here"
+        finally:
+            forked.set()
+        assert np.array_equal(reading.result(), expected)
+
+
 def test_a_pickled_dataset_is_the_same_one_and_knows_what_was_checked(local, rows):
     (expected,) = write_exact(local, rows, per_shard=30)
     dataset = load_dataset(local, "d")

@@ -169,6 +169,14 @@ def test_the_time_of_writing(store):
     assert store.modified("b") is None
 
 
+def test_an_object_that_is_too_large_is_not_read(store):
+    store.put("d/a", b"12345")
+    assert store.get("d/a", most_bytes=5) == b"12345"
+    with pytest.raises(IntegrityError, match="d/a: expected a document of at most 4 b") as error:
+        store.get("d/a", most_bytes=4)
+    assert error.value.code == "manifest_invalid"
+
+
 def test_missing_objects(store):
     with pytest.raises(NotFoundError, match="no a/b under") as error:
         store.get("a/b")

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -111,6 +112,80 @@ def test_data_are_on_disk_before_the_name_is(local, monkeypatch):
         )
     local.put("a", b"x")
     assert done[-3:] == ["fsync", "link", "fsync"]
+
+
+def test_a_file_under_its_content_name_is_on_disk_before_the_name_is(local, monkeypatch):
+    local.put_content("d/s-", ".npy", b"x")
+    done = told(monkeypatch, "fsync", "replace")
+    local.put_content("d/s-", ".npy", b"abc")
+    assert done == ["fsync", "replace", "fsync"]
+
+
+def test_folders_are_durable_before_what_lies_in_them(local, tmp_path, monkeypatch):
+    """Also those that another writer made, who may have died before they were."""
+    root = tmp_path / "root"
+    (root / "d").mkdir(parents=True)
+    synced = []
+    real = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *a, **k: (synced.append(str(path)), real(path, *a, **k))[1]
+    )
+    local.put("d/e/a", b"x")
+    folders = [path for path in synced if Path(path).is_dir()]
+    assert folders == [str(root), str(root / "d"), str(root / "d" / "e")]
+    synced.clear()
+    local.put("d/e/b", b"x")
+    assert [path for path in synced if Path(path).is_dir()] == [str(root / "d" / "e")]
+
+
+def test_what_is_there_already_is_durable_too(local, monkeypatch):
+    """Its writer may have died between the name and the fsync of the folder."""
+    local.put("d/a", b"x")
+    done = told(monkeypatch, "fsync", "link")
+    assert local.put("d/a", b"x") is False
+    assert done == ["fsync"]
+
+
+def told(monkeypatch, *names):
+    """What is called of these, in order, from now on."""
+    done = []
+    for name in names:
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, n=name, r=real: (done.append(n), r(*a))[1])
+    return done
+
+
+def test_names_of_others_are_not_listed(local, tmp_path):
+    """Readers of a folder must not stumble over what anybody may put there."""
+    local.put("d/a", b"x")
+    folder = tmp_path / "root" / "d"
+    for name in (b"back\\slash", b"two\nlines", b"not \xff text", b"esc\x1b[2J"):
+        (folder / os.fsdecode(name)).write_bytes(b"y")
+        (folder / os.fsdecode(b"folder " + name)).mkdir()
+        (folder / os.fsdecode(b"folder " + name) / "z").write_bytes(b"y")
+    (folder / "gut – 好").write_bytes(b"y")
+    deep = folder
+    for _ in range(40):
+        deep = deep / "deeper"
+    deep.mkdir(parents=True)
+    (deep / "z").write_bytes(b"y")
+    assert local.list("d") == [("d/a", 1), ("d/gut – 好", 1)]
+
+
+def test_folders_without_end_are_not_followed(local, tmp_path):
+    local.put("d/a", b"x")
+    # No path is long enough for these.
+    descriptors = [os.open(tmp_path / "root" / "d", os.O_RDONLY)]
+    for _ in range(900):
+        os.mkdir("n", dir_fd=descriptors[-1])
+        descriptors.append(os.open("n", os.O_RDONLY, dir_fd=descriptors[-1]))
+    try:
+        assert local.list("d") == [("d/a", 1)]
+    finally:
+        while len(descriptors) > 1:
+            os.close(descriptors.pop())
+            os.rmdir("n", dir_fd=descriptors[-1])
+        os.close(descriptors.pop())
 
 
 def test_a_link_whose_answer_was_lost_is_recognised(local, monkeypatch):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
+from dataset_builders import capture, make_rows, make_spec, rows_of, write_dataset
 
 from tests.servers import stores
+from wllm_ray.dataset.reading.verify import verify_dataset
 from wllm_ray.dataset.stores.probing import expect_create_only
 from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.writing.writer import create_spec, stage_shard
 from wllm_ray.errors import AlreadyExistsError, ConflictError, StorageError
 
 pytestmark = pytest.mark.requirement("D-4")
@@ -25,6 +29,26 @@ def test_a_server_that_ignores_conditions_is_found_out(s3rver, monkeypatch):
     with pytest.raises(ConflictError, match="does not honour create-only writes") as error:
         expect_create_only(store)
     assert error.value.code == "single_writer_root"
+
+
+def test_one_writer_on_a_root_that_ignores_conditions_changes_nothing_that_stands(
+    s3rver, monkeypatch
+):
+    """Another request under the id of a committed dataset is refused, and does not replace it."""
+    for name, value in s3rver.items():
+        monkeypatch.setenv(name, value)
+    store = open_store(f"s3://{stores.BUCKET}/one-writer")
+    rows = make_rows(4)
+    spec = make_spec(rows)
+    write_dataset(store, rows)
+    other = make_spec(rows, position="first")
+    with pytest.raises(ConflictError, match="field position") as error:
+        create_spec(store, other)
+    assert error.value.code == "dataset_immutable"
+    part = rows_of(spec, rows, 0)
+    again = capture(part, spec, features={0: np.full((1, 4), 7, np.float32)})
+    assert stage_shard(store, spec, 0, part, [again]).superseded
+    assert verify_dataset(store, "d").ok
 
 
 def test_a_good_root_is_left_as_it_was(s3_root):
@@ -56,7 +80,7 @@ class Remembering:
         self.objects[key] = data
         return True
 
-    def get(self, key):
+    def get(self, key, *, most_bytes=None):
         self._fail("get")
         return self.objects[key] if self._returns is None else self._returns
 

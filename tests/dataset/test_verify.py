@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 
 import numpy as np
@@ -15,6 +16,7 @@ from wllm_ray.dataset.format.documents import read_manifest, read_receipt
 from wllm_ray.dataset.format.layout import file_name, folder, manifest_key, receipt_key
 from wllm_ray.dataset.format.manifest import TraceSpec, document_bytes
 from wllm_ray.dataset.format.rows import ROWS_SCHEMA, decode_rows
+from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.reading.repeated import Place, RowIds
 from wllm_ray.dataset.reading.rowtable import read_rows
 from wllm_ray.dataset.reading.staged import load_spec
@@ -294,12 +296,12 @@ def test_no_more_files_are_in_memory_than_threads():
     lock, running = threading.Lock(), []
     real = store.get
 
-    def get(key):
+    def get(key, **options):
         with lock:
             running.append(key)
             held.append(len(running))
         try:
-            return real(key)
+            return real(key, **options)
         finally:
             with lock:
                 running.remove(key)
@@ -358,15 +360,30 @@ def test_every_repetition_is_named_and_other_tables_are_not_read_again():
     assert list(RowIds().repeated(ids_of)) == []
 
 
+@pytest.mark.requirement("D-6")
+@pytest.mark.parametrize("name", ["manifest.json", "spec.json", "shard-00000.receipt.json"])
+def test_a_document_of_any_size_takes_no_memory(local, name):
+    """A file of zeros that takes up no space: it is refused by its size, unread."""
+    write_dataset(local, make_rows(6))
+    path = local.local_path(f"datasets/d/{name}")
+    os.truncate(path, 1 << 40)
+    (fault,) = verify_dataset(local, "d").faults
+    assert (fault.code, fault.file) == ("manifest_invalid", name)
+    assert f"at most {512 << 20} bytes, found {1 << 40}" in fault.message
+    if name == "manifest.json":
+        with pytest.raises(IntegrityError, match="expected a document of at most"):
+            load_dataset(local, "d")
+
+
 def test_a_root_that_cannot_be_read_is_no_damage(store, root):
     manifest = write_dataset(store, make_rows(6))
     name = manifest.shards[1].rows_file.name
     real = store.get
 
-    def get(key):
+    def get(key, **options):
         if key.endswith(name):
             raise StorageError("the root is away")
-        return real(key)
+        return real(key, **options)
 
     store.get, store.local_path = get, lambda key: None
     report = verify_dataset(store, "d")

@@ -92,6 +92,12 @@ def _print_report(report: GcReport, *, delete: bool) -> None:
             f"; run its job or merge again to finish it, or give it up with --abandon"
         )
 
+    if report.state == "abandoned":
+        typer.echo(
+            f"given up: {report.dataset_id}; its id is kept from use until it is given up once "
+            f"more (--abandon --delete), when no writer of it is left"
+        )
+
 
 def _fate(one: Leftover, *, delete: bool) -> str:
     if one.kind == "foreign":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from wllm_ray.dataset.format.manifest import Manifest
 from wllm_ray.dataset.reading.reader import ActivationDataset
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import InvalidInputError
+from wllm_ray.lazy import lazy
 from wllm_ray.positions import feature_rows_of
 from wllm_ray.probe.fitting import ProbeReport, probe_by_layer
 from wllm_ray.report.sample import Sample, draw
@@ -69,7 +69,7 @@ class _Some:
             return self._all_sites[:, self.manifest.sites.index(name)]
         return self._dataset.select(self.row_ids, site=name).features
 
-    @cached_property
+    @lazy
     def _all_sites(self) -> NDArray[np.float32] | None:
         """[n, L, D] float32 where sites share files, which are then fetched once; else None."""
         size = 4 * len(self.row_ids) * sum(self.manifest.site_widths)

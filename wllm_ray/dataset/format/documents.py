@@ -30,7 +30,10 @@ from wllm_ray.digest import canonical_json, parse_json
 from wllm_ray.errors import IntegrityError, InvalidInputError
 from wllm_ray.records import Fingerprint
 
-__all__ = ["read_manifest", "read_receipt", "read_spec"]
+__all__ = ["MAX_DOCUMENT_BYTES", "read_manifest", "read_receipt", "read_spec"]
+
+# Some hundred thousand shards; what is larger is not read.
+MAX_DOCUMENT_BYTES = 512 << 20
 
 # Characters of a foreign text in a message.
 _SHOWN = 200

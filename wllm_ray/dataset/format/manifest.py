@@ -6,7 +6,6 @@ All are stored as canonical JSON; :mod:`.documents` reads them, :mod:`.build` ma
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -14,6 +13,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from wllm_ray.dataset.format.dtypes import Dtype
 from wllm_ray.digest import canonical_json, sha256_hex
+from wllm_ray.lazy import lazy
 from wllm_ray.positions import canonical_position
 from wllm_ray.records import (
     Fingerprint,
@@ -158,7 +158,7 @@ def _check_sites(sites: tuple[str, ...], widths: tuple[int, ...]) -> None:
 class DatasetSpec(Asked):
     """What was asked: stored first, create-only, as ``spec.json``."""
 
-    @cached_property
+    @lazy
     def sha256(self) -> str:
         """The spec digest. Kept: every receipt names it, and a spec may have many shards."""
         return sha256_hex(document_bytes(self))

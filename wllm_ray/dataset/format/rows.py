@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from wllm_ray.dataset.format.arrow import read_batch
 from wllm_ray.digest import canonical_text, parse_json, rows_digest, token_digest
 from wllm_ray.errors import IntegrityError, InvalidInputError
+from wllm_ray.lazy import lazy
 from wllm_ray.records import RowFailure
 
 __all__ = [
@@ -76,12 +76,12 @@ class RowColumns:
     def __len__(self) -> int:
         return len(self.ids)
 
-    @cached_property
+    @lazy
     def token_digests(self) -> list[str | None]:
         """Of the token ids, where there are any."""
         return [None if ids is None else token_digest(ids) for ids in self.token_ids]
 
-    @cached_property
+    @lazy
     def statuses(self) -> list[str]:
         """``ok`` or the failure's code."""
         statuses = [OK] * len(self)
@@ -89,7 +89,7 @@ class RowColumns:
             statuses[place] = failure.code
         return statuses
 
-    @cached_property
+    @lazy
     def is_good(self) -> NDArray[np.bool_]:
         """[R] bool: has feature rows."""
         is_good = np.ones(len(self), np.bool_)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from wllm_ray.dataset.reading.rowindex import FailedRow, RowIndex
 from wllm_ray.dataset.reading.sitenames import listed_sites, site_number
 from wllm_ray.dataset.reading.table import features_table
 from wllm_ray.errors import InvalidInputError, NotOfferedError
+from wllm_ray.lazy import lazy
 from wllm_ray.sites import HookSite
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class ActivationDataset:
         stacked = self.features_3d
         return stacked[:, 0] if len(self.manifest.sites) == 1 else stacked
 
-    @cached_property
+    @lazy
     def features_3d(self) -> NDArray[np.float32]:
         """[N, L, D] float32 whatever the number of sites; see :attr:`features`."""
         return whole(self._files, None)
@@ -109,22 +109,22 @@ class ActivationDataset:
         """
         return stored(self._files, self._chosen(site))
 
-    @cached_property
+    @lazy
     def row_ids(self) -> list[str]:
         """Ids of the good rows."""
         return self._rows.row_ids()
 
-    @cached_property
+    @lazy
     def metadata(self) -> list[dict[str, Any]]:
         """Metadata of the good rows, as they were given."""
         return self._rows.metadata()
 
-    @cached_property
+    @lazy
     def token_ids(self) -> list[NDArray[np.int32]]:
         """Token ids of the good rows, each [T] int32."""
         return self._rows.token_ids()
 
-    @cached_property
+    @lazy
     def request_digests(self) -> list[str]:
         """Request digests of the good rows, as hex."""
         return self._rows.request_digests()

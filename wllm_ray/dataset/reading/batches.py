@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from wllm_ray.dataset.reading.files import DatasetFiles
 from wllm_ray.dataset.reading.picking import Picker, pieces
 from wllm_ray.dataset.reading.rowindex import Labels, Origins, RowIndex
 from wllm_ray.errors import InvalidInputError
+from wllm_ray.lazy import lazy
 
 __all__ = ["Batch", "Batches", "labelled", "stored", "whole", "writable"]
 
@@ -129,7 +129,7 @@ class Batches:
     def _total(self) -> int:
         return self.picker.files.manifest.feature_rows
 
-    @cached_property
+    @lazy
     def _order(self) -> NDArray[np.int64] | None:
         if self.seed is None:
             return None

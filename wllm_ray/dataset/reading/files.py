@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from wllm_ray.dataset.format.abandoned import abandoned_mark
 from wllm_ray.dataset.format.dtypes import widen
 from wllm_ray.dataset.format.features import decode_features, sha256_and_finite
 from wllm_ray.dataset.format.layout import DATASETS, MANIFEST_NAME, folder, spec_key
@@ -20,9 +20,10 @@ from wllm_ray.dataset.reading.cache import BoundedCache
 from wllm_ray.dataset.reading.ranged import RangedFile, open_ranged
 from wllm_ray.dataset.reading.recorded import RecordedFiles, Verify
 from wllm_ray.dataset.reading.rowtable import read_rows
-from wllm_ray.dataset.reading.staged import standing_manifest
+from wllm_ray.dataset.reading.staged import is_abandoned, standing_manifest
 from wllm_ray.dataset.stores.store import Store
 from wllm_ray.errors import NotFoundError, NotOfferedError
+from wllm_ray.lazy import lazy
 
 __all__ = ["DatasetFiles", "Verify", "list_datasets", "open_manifest"]
 
@@ -34,8 +35,13 @@ _LISTED = 10
 
 def list_datasets(store: Store) -> list[str]:
     """Ids of the committed datasets under a root, sorted."""
-    keys = [key.split("/") for key, _ in store.list(DATASETS)]
-    return sorted(parts[1] for parts in keys if parts[2:] == [MANIFEST_NAME])
+    found = [(key.split("/"), size) for key, size in store.list(DATASETS)]
+    return sorted(
+        parts[1]
+        for parts, size in found
+        # By its size the mark of one that was given up is told from a manifest.
+        if parts[2:] == [MANIFEST_NAME] and size != len(abandoned_mark(parts[1]))
+    )
 
 
 def open_manifest(store: Store, dataset_id: str) -> Manifest:
@@ -59,17 +65,17 @@ class DatasetFiles(RecordedFiles):
     is not kept any more, only the wanted bytes are fetched. Any number of threads may read at once.
     """
 
-    @cached_property
+    @lazy
     def cache(self) -> BoundedCache:
         """What was read or fetched, by its bytes."""
         return BoundedCache(KEPT_BYTES)
 
-    @cached_property
+    @lazy
     def _maps(self) -> BoundedCache:
         """Features files that are mapped, by their number: they take up no memory."""
         return BoundedCache(maps.MOST_MAPS)
 
-    @cached_property
+    @lazy
     def stay_in_place(self) -> bool:
         """Whether all features files are local, and all of them can be kept at once."""
         entries = [entry for shard in self.manifest.shards for entry in shard.features_files]
@@ -77,7 +83,7 @@ class DatasetFiles(RecordedFiles):
         few = len(entries) - len(read) <= self._maps.most
         return self.is_local and few and sum(read) <= self.cache.most
 
-    @cached_property
+    @lazy
     def starts(self) -> NDArray[np.int64]:
         """[shards + 1] int64: which of all feature rows is the first of each shard."""
         counts = [shard.feature_rows for shard in self.manifest.shards]
@@ -278,7 +284,9 @@ class DatasetFiles(RecordedFiles):
 
 def _not_found(store: Store, dataset_id: str) -> NotFoundError:
     names = [key.rpartition("/")[2] for key, _ in store.list(folder(dataset_id))]
-    if spec_key(dataset_id).rpartition("/")[2] in names:
+    if is_abandoned(store, dataset_id):
+        found = "it was begun, and given up before it was committed"
+    elif spec_key(dataset_id).rpartition("/")[2] in names:
         receipts = sum(name.endswith(".receipt.json") for name in names)
         found = (
             f"it was begun but not committed; shards staged so far: {receipts}. Run the same job "

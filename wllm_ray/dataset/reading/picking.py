@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from wllm_ray.dataset.format.dtypes import numpy_dtype
 from wllm_ray.dataset.reading.files import DatasetFiles
+from wllm_ray.lazy import lazy
 
 __all__ = ["Picker", "pieces"]
 
@@ -92,14 +92,14 @@ class Picker:
             result[places] = self.files.stored(shard, self.site, rows, keep=keep)
         return result
 
-    @cached_property
+    @lazy
     def _numbers(self) -> list[int]:
         """Which of the manifest's arrays hold what is read."""
         if self.files.manifest.shard_layout == "stacked":
             return [0]
         return list(range(len(self.files.manifest.sites))) if self.site is None else [self.site]
 
-    @cached_property
+    @lazy
     def _sizes(self) -> list[int]:
         """For each shard, the bytes of the files that hold what is read."""
         return [
@@ -107,7 +107,7 @@ class Picker:
             for shard in self.files.manifest.shards
         ]
 
-    @cached_property
+    @lazy
     def _mapped(self) -> list[_MappedRows]:
         column = self.site if self.files.manifest.shard_layout == "stacked" else None
         return [_MappedRows(self.files, number, column) for number in self._numbers]

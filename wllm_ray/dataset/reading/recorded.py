@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -20,6 +19,7 @@ from wllm_ray.dataset.stores.local import LocalStore
 from wllm_ray.dataset.stores.remote import ObjectStore
 from wllm_ray.dataset.stores.store import Root, Store, open_store
 from wllm_ray.errors import IntegrityError, NotFoundError, NotOfferedError, StorageError
+from wllm_ray.lazy import lazy
 
 __all__ = ["RecordedFiles", "Verify"]
 
@@ -79,7 +79,7 @@ class RecordedFiles:
                 listed = sizes.get(self.key_of(entry))
                 expect_listed(self.store, self.manifest.dataset_id, entry, listed)
 
-    @cached_property
+    @lazy
     def is_local(self) -> bool:
         """Whether the files lie in a local folder; large ones are mapped there."""
         return self.store.local_path(folder(self.manifest.dataset_id)) is not None

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,6 +18,7 @@ from wllm_ray.dataset.reading.files import DatasetFiles
 from wllm_ray.dataset.reading.rowtable import good_rows, token_arrays
 from wllm_ray.digest import parse_json
 from wllm_ray.errors import IntegrityError, InvalidInputError
+from wllm_ray.lazy import lazy
 from wllm_ray.records import RowFailure
 
 __all__ = ["FailedRow", "Labels", "Origins", "RowIndex"]
@@ -56,7 +56,7 @@ class Origins:
         ids = self.ids.take(pa.array(self.places))
         return Origins, (ids, np.arange(len(ids)), self.rows, self.index_in_row)
 
-    @cached_property
+    @lazy
     def row_ids(self) -> list[str]:
         """For each feature row, the id of the row that it belongs to."""
         wanted = self.ids.take(pa.array(self.places))
@@ -125,7 +125,7 @@ class RowIndex:
         labels = Labels(good.column("id"), offsets, int(self._first_rows[shard]))
         return (good, labels), entry.rows_file.bytes
 
-    @cached_property
+    @lazy
     def all_labels(self) -> Labels:
         """Of all feature rows: some 30 bytes for each row."""
         parts = self._of_all_shards(self._copied_labels)
@@ -202,7 +202,7 @@ class RowIndex:
         digests = (batch.column("request_sha256").to_pylist() for batch in self.tables())
         return [digest.hex() for of_shard in digests for digest in of_shard]
 
-    @cached_property
+    @lazy
     def failures(self) -> dict[str, FailedRow]:
         """Row id → why the row failed."""
         failed: dict[str, FailedRow] = {}
@@ -219,13 +219,13 @@ class RowIndex:
                 }
         return failed
 
-    @cached_property
+    @lazy
     def _first_rows(self) -> NDArray[np.int64]:
         """[shards] int64: which of all good rows is the first of each shard."""
         counts = [shard.rows - shard.rows_failed for shard in self._files.manifest.shards]
         return np.cumsum([0, *counts[:-1]], dtype=np.int64)
 
-    @cached_property
+    @lazy
     def _numbers(self) -> dict[str, int]:
         numbers = {row_id: number for number, row_id in enumerate(self.row_ids())}
         if len(numbers) != self._files.manifest.rows_ok:

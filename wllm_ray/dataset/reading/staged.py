@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import hashlib
 
-from wllm_ray.dataset.format.documents import read_manifest, read_receipt, read_spec
+from wllm_ray.dataset.format.abandoned import abandoned_mark
+from wllm_ray.dataset.format.documents import (
+    MAX_DOCUMENT_BYTES,
+    read_manifest,
+    read_receipt,
+    read_spec,
+)
 from wllm_ray.dataset.format.layout import (
     MANIFEST_NAME,
     SPEC_NAME,
@@ -22,21 +28,57 @@ from wllm_ray.dataset.format.manifest import DatasetSpec, FileEntry, Manifest, R
 from wllm_ray.dataset.reading.maps import reading
 from wllm_ray.dataset.stores.store import Store
 from wllm_ray.digest import sha256_hex
-from wllm_ray.errors import IntegrityError, NotFoundError
+from wllm_ray.errors import ConflictError, IntegrityError, NotFoundError
 
 __all__ = [
     "check_file",
     "committed_receipts",
     "expect_committed_spec",
     "expect_listed",
+    "expect_not_abandoned",
     "expect_not_lost",
     "expect_size",
+    "get_document",
+    "is_abandoned",
     "load_spec",
     "orphans",
     "read_receipts",
     "staged_shards",
     "standing_manifest",
 ]
+
+
+def get_document(store: Store, key: str) -> bytes:
+    """Read a spec, receipt or manifest.
+
+    Raises:
+        NotFoundError: There is none (``object_not_found``).
+        IntegrityError: It is larger than any document (``manifest_invalid``); it was not read.
+        StorageError: The root failed to read.
+    """
+    return store.get(key, most_bytes=MAX_DOCUMENT_BYTES)
+
+
+def is_abandoned(store: Store, dataset_id: str) -> bool:
+    """Whether the mark of a dataset that was given up stands where its manifest would."""
+    key, mark = manifest_key(dataset_id), abandoned_mark(dataset_id)
+    return store.size(key) == len(mark) and get_document(store, key) == mark
+
+
+def expect_not_abandoned(store: Store, dataset_id: str) -> None:
+    """Refuse to work on a dataset that was given up.
+
+    Raises:
+        ConflictError: It was (``dataset_abandoned``).
+    """
+    if is_abandoned(store, dataset_id):
+        raise ConflictError(
+            f"dataset {dataset_id!r} was given up under {store.uri} before it was committed, and "
+            f"its id is kept from use, since a writer of it may still be about to commit. Use "
+            f"another id; or, where no writer of it is left, free this one with `wllm gc ROOT "
+            f"{dataset_id} --abandon --delete --older-than 0`",
+            code="dataset_abandoned",
+        )
 
 
 def load_spec(store: Store, dataset_id: str) -> DatasetSpec:
@@ -46,9 +88,10 @@ def load_spec(store: Store, dataset_id: str) -> DatasetSpec:
         NotFoundError: No dataset with this id was begun here (``dataset_not_found``).
         IntegrityError: The spec is not valid, or is another dataset's; or the dataset is committed
             and has lost it (``file_missing``).
+        ConflictError: It was given up (``dataset_abandoned``).
     """
     try:
-        spec = read_spec(store.get(spec_key(dataset_id)))
+        spec = read_spec(get_document(store, spec_key(dataset_id)))
     except NotFoundError:
         expect_not_lost(store, spec_key(dataset_id), dataset_id)
         raise NotFoundError(
@@ -70,9 +113,12 @@ def standing_manifest(store: Store, dataset_id: str) -> Manifest | None:
         IntegrityError: The manifest is not valid, or is another dataset's.
     """
     try:
-        manifest = read_manifest(store.get(manifest_key(dataset_id)))
+        data = get_document(store, manifest_key(dataset_id))
     except NotFoundError:
         return None
+    if data == abandoned_mark(dataset_id):
+        return None
+    manifest = read_manifest(data)
     if manifest.dataset_id != dataset_id:
         raise IntegrityError(
             f"the folder {folder(dataset_id)} holds the manifest of dataset "
@@ -143,7 +189,7 @@ def read_receipts(store: Store, spec: DatasetSpec, sizes: dict[str, int]) -> dic
 
 def _named(key: str, store: Store, spec: DatasetSpec, number: int) -> Receipt:
     try:
-        return read_receipt(store.get(key), spec, number)
+        return read_receipt(get_document(store, key), spec, number)
     except IntegrityError as error:
         raise IntegrityError(
             f"{key}: {error.message}", code=error.code, details=error.details
@@ -162,7 +208,7 @@ def committed_receipts(store: Store, spec: DatasetSpec, manifest: Manifest) -> d
     for shard in manifest.shards:
         key = receipt_key(spec.dataset_id, shard.shard)
         try:
-            data = store.get(key)
+            data = get_document(store, key)
         except NotFoundError:
             raise _lost(store, key) from None
         _expect_recorded(store, key, sha256_hex(data), shard.receipt_sha256)
@@ -184,8 +230,10 @@ def expect_not_lost(store: Store, key: str, dataset_id: str) -> None:
 
     Raises:
         IntegrityError: The manifest is there and the document is not (``file_missing``).
+        ConflictError: The dataset was given up (``dataset_abandoned``).
     """
     if store.size(manifest_key(dataset_id)) is not None and store.size(key) is None:
+        expect_not_abandoned(store, dataset_id)
         raise _lost(store, key)
 
 
@@ -209,6 +257,8 @@ def _expect_recorded(store: Store, key: str, found: str, recorded: str) -> None:
 
 def _advice(store: Store, key: str) -> str:
     """What to do about a file that is not what its record says; the key is in its folder."""
+    if is_abandoned(store, key.split("/")[1]):
+        return "The dataset was given up; nothing of it can be committed"
     if store.size(f"{key.rpartition('/')[0]}/{MANIFEST_NAME}") is None:
         return (
             "Restore it, or remove the shard's receipt while no job is running, to capture it again"

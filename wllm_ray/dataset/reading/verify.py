@@ -19,7 +19,7 @@ from wllm_ray.dataset.reading.files import DatasetFiles, open_manifest
 from wllm_ray.dataset.reading.recheck import check_manifest, check_rows, check_traces, check_vectors
 from wllm_ray.dataset.reading.repeated import RowIds
 from wllm_ray.dataset.reading.rowtable import good_rows
-from wllm_ray.dataset.reading.staged import orphans
+from wllm_ray.dataset.reading.staged import get_document, orphans
 from wllm_ray.dataset.stores.store import Root, Store, open_store
 from wllm_ray.digest import sha256_hex
 from wllm_ray.errors import IntegrityError, NotFoundError, WLLMError
@@ -233,13 +233,15 @@ class _Checker:
         return faults
 
     def _spec_document(self) -> None:
-        if self._store.get(spec_key(self._manifest.dataset_id)) != document_bytes(self._spec):
+        if get_document(self._store, spec_key(self._manifest.dataset_id)) != document_bytes(
+            self._spec
+        ):
             raise IntegrityError(
                 "spec.json is not the spec that the manifest was made from", code="digest_mismatch"
             )
 
     def _receipt(self, key: str, shard: ShardEntry) -> None:
-        data = self._store.get(key)
+        data = get_document(self._store, key)
         if sha256_hex(data) != shard.receipt_sha256:
             raise IntegrityError(
                 "the receipt is not the one that the manifest was made from",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from wllm_ray.dataset.stores.buffers import Buffers, views
-from wllm_ray.dataset.stores.keys import check_key
+from wllm_ray.dataset.stores.keys import check_key, expect_most, is_listed
 from wllm_ray.dataset.stores.local_writing import (
     link,
     make_folders,
@@ -33,11 +33,16 @@ from wllm_ray.errors import AlreadyExistsError, IntegrityError, NotFoundError, S
 __all__ = ["LocalStore"]
 
 
+# How many folders below the one asked for are listed.
+_DEEPEST = 8
+
+
 class LocalStore:
     """The store contract over one folder. Symbolic links that leave the root are refused."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
+        self._durable: set[Path] = set()
 
     @property
     def uri(self) -> str:
@@ -59,6 +64,8 @@ class LocalStore:
             )
         with _storage_errors("read", key, self.uri):
             is_same = path.read_bytes() == b"".join(buffers)
+            # Who wrote it may have died before its name was durable.
+            sync_folder(path.parent)
         if not is_same:
             raise AlreadyExistsError(
                 f"{key} exists already under {self.uri} with other bytes; it was left as it is"
@@ -91,9 +98,10 @@ class LocalStore:
             sync_folder(parent)
         return Stored(key, sum(map(len, buffers)), sha256)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, *, most_bytes: int | None = None) -> bytes:
         """Read one object; see :meth:`.store.Store.get`."""
         with self.open(key) as stream, _storage_errors("read", key, self.uri):
+            expect_most(key, os.fstat(stream.fileno()).st_size, most_bytes)
             return stream.read()
 
     def open(self, key: str) -> BinaryIO:
@@ -176,25 +184,28 @@ class LocalStore:
     def _writable_path(self, key: str) -> Path:
         path = self._path(key)
         with _storage_errors("create the folder of", key, self.uri):
-            make_folders(path.parent)
+            make_folders(path.parent, Path(os.path.realpath(self._root)), self._durable)
         return path
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, int]]:
-        try:
-            entries = sorted(os.scandir(self._path(prefix)), key=lambda entry: entry.name)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        for entry in entries:
-            key = f"{prefix}/{entry.name}"
-            if entry.is_symlink():
-                found = self._linked(key)
-                if found is not None:
-                    yield key, found.st_size
-            elif entry.is_dir():
-                yield from self._walk(key)
-            elif entry.is_file():
-                with contextlib.suppress(FileNotFoundError):  # a temporary that has just gone
-                    yield key, entry.stat().st_size
+        """Folder by folder, no deeper than datasets lie: others may have put anything beside."""
+        folders = [(prefix, self._path(prefix))]
+        while folders:
+            parent, path = folders.pop()
+            for name, entry in _entries(path):
+                key = f"{parent}/{name}"
+                if not is_listed(key):
+                    continue
+                if entry.is_symlink():
+                    found = self._linked(key)
+                    if found is not None:
+                        yield key, found.st_size
+                elif entry.is_dir():
+                    if key.count("/") < prefix.count("/") + _DEEPEST:
+                        folders.append((key, Path(entry.path)))
+                elif entry.is_file():
+                    with contextlib.suppress(FileNotFoundError):  # a temporary that has just gone
+                        yield key, entry.stat().st_size
 
     def _linked(self, key: str) -> os.stat_result | None:
         """The file that a link in a listing leads to, or None where it is none of this root.
@@ -204,6 +215,15 @@ class LocalStore:
         with contextlib.suppress(IntegrityError):
             return self._stat(key)
         return None
+
+
+def _entries(folder: Path) -> list[tuple[str, os.DirEntry[str]]]:
+    """What lies in a folder; nothing where it is none, or has just gone."""
+    try:
+        with os.scandir(folder) as entries:
+            return [(entry.name, entry) for entry in entries]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 @contextlib.contextmanager

@@ -115,11 +115,20 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def make_folders(folder: Path) -> None:
-    """Make a folder and what it lies in, each private and durable."""
-    if folder.is_dir():
+def make_folders(folder: Path, root: Path, durable: set[Path]) -> None:
+    """Make a folder and what it lies in, each private and durable.
+
+    Args:
+        folder: The storage root, or a folder below it.
+        root: The storage root; where it is there, it was before anything of ours.
+        durable: Folders below it that need nothing more; this one is added. That a folder is
+            there is not enough: who made it may have died before its name was durable.
+    """
+    is_below = root in folder.parents
+    if folder.is_dir() and (folder in durable or not is_below):
         return
-    make_folders(folder.parent)
+    make_folders(folder.parent, root, durable)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=_PRIVATE_FOLDER)
     sync_folder(folder.parent)
+    durable.add(folder)

@@ -19,7 +19,7 @@ from obstore.exceptions import AlreadyExistsError as ClientAlreadyExistsError
 from obstore.exceptions import BaseError
 
 from wllm_ray.dataset.stores.buffers import Buffers, blocks, sha256_of, views
-from wllm_ray.dataset.stores.keys import check_key
+from wllm_ray.dataset.stores.keys import check_key, expect_most, is_listed
 from wllm_ray.dataset.stores.probing import probe_store
 from wllm_ray.dataset.stores.ranges import check_ranges, covering, cut, expect_whole
 from wllm_ray.dataset.stores.remote_client import expect_not_forked, open_client
@@ -87,13 +87,15 @@ class ObjectStore:
         self._overwrite(key, buffers)
         return Stored(key, sum(map(len, buffers)), sha256)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, *, most_bytes: int | None = None) -> bytes:
         """Read one object; see :meth:`.store.Store.get`."""
         check_key(key)
         with self._reading(key):
             answer = obstore.get(self._client, key)
+            size = int(answer.meta["size"])
+            expect_most(key, size, most_bytes)
             data = bytes(answer.bytes())
-            expect_whole(key, self.uri, int(answer.meta["size"]), len(data))
+            expect_whole(key, self.uri, size, len(data))
             return data
 
     def open(self, key: str) -> BinaryIO:
@@ -137,7 +139,8 @@ class ObjectStore:
         check_key(prefix)
         with storage_errors("list", prefix, self.uri):
             batches = obstore.list(self._client, prefix + "/")
-            return sorted((one["path"], int(one["size"])) for batch in batches for one in batch)
+            found = ((one["path"], int(one["size"])) for batch in batches for one in batch)
+            return sorted(one for one in found if is_listed(one[0]))
 
     def delete(self, key: str) -> None:
         """Remove one object; see :meth:`.store.Store.delete`."""

@@ -81,11 +81,16 @@ class Store(Protocol):
             StorageError: The root refused or lost the write.
         """
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, *, most_bytes: int | None = None) -> bytes:
         """Read one object.
+
+        Args:
+            key: Which.
+            most_bytes: Refuse a larger one before anything of it is read.
 
         Raises:
             NotFoundError: There is none (code ``object_not_found``).
+            IntegrityError: It is larger (``manifest_invalid``).
             StorageError: The root failed to read.
         """
 
@@ -124,7 +129,10 @@ class Store(Protocol):
         """When one object was written, by the root's own clock, or None where there is none."""
 
     def list(self, prefix: str) -> list[tuple[str, int]]:
-        """(key, bytes) of every object in the folder ``prefix`` and below, sorted by key."""
+        """(key, bytes) of every object in the folder ``prefix`` and below, sorted by key.
+
+        Names that are no key, or that cannot be printed, are left out: this library writes none.
+        """
 
     def delete(self, key: str) -> None:
         """Remove one object; one that is not there is no error."""

@@ -2,7 +2,8 @@
 
 Abandoning and committing race for one name. The mark of an abandoned dataset is created where
 its manifest would be, create-only like that: whoever comes first has decided, and the other is
-told. The mark goes last, so that a removal which was interrupted is known for what it is.
+told. The mark stays when all else is gone, since a committer may be slow; that no writer is left is
+for people to know, who free the id by giving it up once more.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from datetime import UTC, datetime, timedelta
 
+from wllm_ray.dataset.format.abandoned import abandoned_mark
 from wllm_ray.dataset.format.layout import (
     MANIFEST_NAME,
     SPEC_NAME,
@@ -17,15 +19,17 @@ from wllm_ray.dataset.format.layout import (
     manifest_key,
     receipt_shard,
 )
+from wllm_ray.dataset.reading.staged import is_abandoned
 from wllm_ray.dataset.stores.probing import expect_create_only
 from wllm_ray.dataset.stores.store import Root, Store, open_store
 from wllm_ray.dataset.tools.folders import file_sizes, is_ours
-from wllm_ray.digest import canonical_json
-from wllm_ray.errors import AlreadyExistsError, ConflictError, IntegrityError
+from wllm_ray.errors import AlreadyExistsError, ConflictError
 
-__all__ = ["ONE_DAY", "abandon_dataset", "expect_not_abandoned"]
+__all__ = ["ONE_DAY", "abandon_dataset"]
 
 ONE_DAY = timedelta(days=1)
+# A writer that does not know yet may put a file where one was removed; it stops when it is told.
+_ROUNDS = 3
 
 
 def abandon_dataset(
@@ -38,13 +42,16 @@ def abandon_dataset(
 ) -> list[tuple[str, int]]:
     """List what lies under an id that was never committed, and remove it on request.
 
-    Run again after an interruption, it goes on. Files that are not of this library stay.
+    The id is kept from use by a mark. Where nothing else is left of it, the mark is what is listed
+    and removed, and the id is free again. Run again after an interruption, it goes on. Files that
+    are not of this library stay.
 
     Args:
         root: The storage root.
         dataset_id: The dataset to give up.
         delete: Remove the files; they cannot be had back.
-        older_than: Refuse where a file was written since: a writer may be at work.
+        older_than: Remove nothing where a file was written since: a writer may be at work. Zero:
+            none is.
         now: The time to count from; the present where omitted.
 
     Returns:
@@ -58,60 +65,60 @@ def abandon_dataset(
         StorageError: The root failed to list, read, write or delete.
     """
     store = open_store(root)
-    if store.size(manifest_key(dataset_id)) is not None and not _is_marked(store, dataset_id):
+    was_marked = is_abandoned(store, dataset_id)
+    if store.size(manifest_key(dataset_id)) is not None and not was_marked:
         raise _committed(dataset_id)
-    _expect_no_writer(store, dataset_id, (now or datetime.now(UTC)) - older_than)
-    if delete:
+    if delete and older_than > timedelta(0):
+        _expect_no_writer(store, dataset_id, (now or datetime.now(UTC)) - older_than)
+    if delete and not was_marked:
         expect_create_only(store)
         _mark(store, dataset_id)
     # After the mark: what a commit would have needed is not written any more.
+    found = _files(store, dataset_id)
+    if was_marked and not found:
+        return _free(store, dataset_id, delete=delete)
+    if not delete:
+        return [*found.items()]
+    removed: dict[str, int] = {}
+    for _ in range(_ROUNDS):
+        for key in found:
+            store.delete(key)
+        removed |= found
+        if not (found := _files(store, dataset_id)):
+            break
+    return [*removed.items()]
+
+
+def _files(store: Store, dataset_id: str) -> dict[str, int]:
+    """Key → bytes of what goes, in this order; the mark is not among it."""
     sizes = file_sizes(store, dataset_id)
-    ours = sorted(filter(is_ours, sizes), key=_order)
-    if delete:
-        for name in ours:
-            store.delete(f"{folder(dataset_id)}/{name}")
-        _remove_empty_folder(store, dataset_id)
-    return [(f"{folder(dataset_id)}/{name}", sizes[name]) for name in ours if name != MANIFEST_NAME]
-
-
-def _remove_empty_folder(store: Store, dataset_id: str) -> None:
-    """Leave no folder without files; object stores have none."""
-    path = store.local_path(folder(dataset_id))
-    if path is not None:
-        # Files of others may lie in it, or a writer may just have begun the same id again.
-        with contextlib.suppress(OSError):
-            path.rmdir()
+    names = sorted((name for name in sizes if is_ours(name) and name != MANIFEST_NAME), key=_order)
+    return {f"{folder(dataset_id)}/{name}": sizes[name] for name in names}
 
 
 def _order(name: str) -> tuple[int, str]:
-    """Receipts first, so that no receipt ever names a file that is gone; the mark last."""
-    last = {SPEC_NAME: 2, MANIFEST_NAME: 3}
-    return last.get(name, 0 if receipt_shard(name) is not None else 1), name
+    """Receipts first, so that no receipt ever names a file that is gone; the spec last."""
+    is_receipt = receipt_shard(name) is not None
+    return (2 if name == SPEC_NAME else 0 if is_receipt else 1), name
 
 
-def expect_not_abandoned(store: Store, dataset_id: str) -> None:
-    """Refuse a dataset whose removal has begun.
-
-    Raises:
-        IntegrityError: It is marked (``manifest_invalid``).
-    """
-    if _is_marked(store, dataset_id):
-        raise IntegrityError(
-            f"dataset {dataset_id!r} was being given up when that was interrupted; finish it with "
-            f"`wllm gc --abandon --delete`",
-        )
-
-
-def _is_marked(store: Store, dataset_id: str) -> bool:
-    """Whether the mark stands where a manifest would."""
+def _free(store: Store, dataset_id: str, *, delete: bool) -> list[tuple[str, int]]:
+    """Remove the mark, and with it all that is left of the dataset."""
     key = manifest_key(dataset_id)
-    return store.size(key) is not None and store.get(key) == _mark_bytes(dataset_id)
+    if delete:
+        store.delete(key)
+        path = store.local_path(folder(dataset_id))
+        if path is not None:
+            # Files of others may lie in it, or a writer may just have begun the same id again.
+            with contextlib.suppress(OSError):
+                path.rmdir()
+    return [(key, len(abandoned_mark(dataset_id)))]
 
 
 def _expect_no_writer(store: Store, dataset_id: str, written_before: datetime) -> None:
     for name in file_sizes(store, dataset_id):
         modified = store.modified(f"{folder(dataset_id)}/{name}")
-        if name != MANIFEST_NAME and modified is not None and modified >= written_before:
+        if modified is not None and modified >= written_before:
             raise ConflictError(
                 f"dataset {dataset_id!r}: {name} was written at {modified:%Y-%m-%d %H:%M:%S} UTC, "
                 f"so a writer may be at work; stop it, and give a smaller age (`--older-than 0`)",
@@ -120,15 +127,9 @@ def _expect_no_writer(store: Store, dataset_id: str, written_before: datetime) -
 
 def _mark(store: Store, dataset_id: str) -> None:
     try:
-        store.put(manifest_key(dataset_id), _mark_bytes(dataset_id))
+        store.put(manifest_key(dataset_id), abandoned_mark(dataset_id))
     except AlreadyExistsError:
         raise _committed(dataset_id) from None
-
-
-def _mark_bytes(dataset_id: str) -> bytes:
-    return canonical_json(
-        {"dataset_id": dataset_id, "format": "wllm_ray.abandoned", "format_version": 1}
-    )
 
 
 def _committed(dataset_id: str) -> ConflictError:

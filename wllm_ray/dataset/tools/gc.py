@@ -31,19 +31,26 @@ from wllm_ray.dataset.format.manifest import DatasetSpec
 from wllm_ray.dataset.reading.staged import (
     committed_receipts,
     expect_listed,
+    is_abandoned,
     load_spec,
     read_receipts,
     standing_manifest,
 )
 from wllm_ray.dataset.stores.store import Root, Store, open_store
-from wllm_ray.dataset.tools.abandon import ONE_DAY, expect_not_abandoned
-from wllm_ray.dataset.tools.folders import content_shard, dataset_ids, file_sizes, is_temporary
+from wllm_ray.dataset.tools.abandon import ONE_DAY
+from wllm_ray.dataset.tools.folders import (
+    content_shard,
+    dataset_ids,
+    file_sizes,
+    is_ours,
+    is_temporary,
+)
 from wllm_ray.errors import IntegrityError, InvalidInputError, NotFoundError
 
 __all__ = ["GcReport", "Leftover", "collect_garbage", "expect_root"]
 
 Kind: TypeAlias = Literal["temporary", "superseded", "foreign"]
-State: TypeAlias = Literal["committed", "begun", "unknown", "damaged"]
+State: TypeAlias = Literal["committed", "begun", "abandoned", "unknown", "damaged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,8 @@ class Leftover:
         key: Where it lies.
         bytes: Its size.
         kind: ``temporary``: of a write that was never finished; ``superseded``: of an attempt at
-            a shard that another attempt finished; ``foreign``: not of this library, and left.
+            a shard that another attempt finished, or at a dataset that was given up;
+            ``foreign``: not of this library, and left.
         recent: Younger than was asked for, and therefore left.
         removed: It was removed.
     """
@@ -78,7 +86,8 @@ class GcReport:
     Attributes:
         dataset_id: Which.
         state: ``committed``; ``begun``, that is without a manifest, so that running the job again
-            resumes it; ``unknown``: nothing but leftovers; ``damaged``, so nothing was removed.
+            resumes it; ``abandoned``: given up, which is final; ``unknown``: nothing but
+            leftovers; ``damaged``, so nothing was removed.
         shards: How many it is to have.
         staged: How many of them have a receipt.
         bytes: Of all files in the folder together.
@@ -133,7 +142,7 @@ def collect_garbage(
         root: The storage root.
         dataset_id: Look at this dataset only.
         delete: Remove what may be removed.
-        older_than: Leave files that were written since.
+        older_than: Leave files that were written since; zero leaves none.
         now: The time to count from; the present where omitted.
 
     Raises:
@@ -141,7 +150,8 @@ def collect_garbage(
         StorageError: The root failed to list, read or delete.
     """
     store = open_store(root)
-    written_before = (now or datetime.now(UTC)) - older_than
+    # Clocks differ: with zero no file is too young, whatever its time.
+    written_before = (now or datetime.now(UTC)) - older_than if older_than else None
     for found in [dataset_id] if dataset_id is not None else dataset_ids(store):
         report = _examined(store, found, written_before)
         yield _emptied(store, report) if delete else report
@@ -185,16 +195,17 @@ class _Records:
             return None
         if is_temporary(name):
             return "temporary"
-        shard = content_shard(name)
-        if shard is None:
+        if not is_ours(name):
             return "foreign"
-        return None if shard in self.open_shards else "superseded"
+        return None if content_shard(name) in self.open_shards else "superseded"
 
 
 _NO_RECORDS = _Records("unknown", 0, frozenset(), frozenset())
+# Only its mark stays.
+_ABANDONED = _Records("abandoned", 0, frozenset({MANIFEST_NAME}), frozenset())
 
 
-def _examined(store: Store, dataset_id: str, written_before: datetime) -> GcReport:
+def _examined(store: Store, dataset_id: str, written_before: datetime | None) -> GcReport:
     sizes = file_sizes(store, dataset_id)
     records, damage = _NO_RECORDS, None
     try:
@@ -208,7 +219,8 @@ def _examined(store: Store, dataset_id: str, written_before: datetime) -> GcRepo
         key = f"{folder(dataset_id)}/{name}"
         # A file that is gone by now was a temporary one.
         if kind is not None and (modified := store.modified(key)) is not None:
-            leftovers.append(Leftover(key, sizes[name], kind, recent=modified >= written_before))
+            recent = written_before is not None and modified >= written_before
+            leftovers.append(Leftover(key, sizes[name], kind, recent=recent))
     return GcReport(
         dataset_id=dataset_id,
         state=records.state,
@@ -226,7 +238,8 @@ def _records(store: Store, dataset_id: str, sizes: Mapping[str, int]) -> _Record
     Raises:
         IntegrityError: It is damaged.
     """
-    expect_not_abandoned(store, dataset_id)
+    if is_abandoned(store, dataset_id):
+        return _ABANDONED
     manifest = standing_manifest(store, dataset_id)
     spec = _spec(store, dataset_id)
     if manifest is not None:

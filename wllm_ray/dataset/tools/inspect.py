@@ -7,7 +7,7 @@ from typing import Any
 from wllm_ray.dataset.format.layout import folder
 from wllm_ray.dataset.format.manifest import Asked, DatasetSpec, Manifest
 from wllm_ray.dataset.reading.files import open_manifest
-from wllm_ray.dataset.reading.staged import load_spec, read_receipts
+from wllm_ray.dataset.reading.staged import is_abandoned, load_spec, read_receipts
 from wllm_ray.dataset.stores.store import Root, Store, open_store
 from wllm_ray.errors import NotFoundError
 
@@ -21,14 +21,16 @@ def inspect_dataset(root: Root, dataset_id: str) -> dict[str, Any]:
     says what is staged.
 
     Raises:
-        NotFoundError: It was neither committed nor begun here (``dataset_not_found``); the
-            message says what was.
+        NotFoundError: It was neither committed nor begun here (``dataset_not_found``), or given
+            up; the message says what was.
         IntegrityError: A document is not valid.
     """
     store = open_store(root)
     try:
         manifest = open_manifest(store, dataset_id)
     except NotFoundError as not_committed:
+        if is_abandoned(store, dataset_id):
+            raise
         try:
             return _begun(store, load_spec(store, dataset_id))
         except NotFoundError:

@@ -33,7 +33,9 @@ from wllm_ray.dataset.reading.staged import (
     committed_receipts,
     expect_committed_spec,
     expect_listed,
+    expect_not_abandoned,
     expect_not_lost,
+    get_document,
     load_spec,
     orphans,
     read_receipts,
@@ -98,14 +100,15 @@ def create_spec(store: Store, spec: DatasetSpec, *, rows_of: RowsOf | None = Non
     Raises:
         ConflictError: The id stands for something else (``dataset_conflict``, or
             ``dataset_immutable`` where it is committed). Details name the fields that differ, or
-            else the shards and rows.
+            else the shards and rows. Or the dataset was given up (``dataset_abandoned``).
         IntegrityError: The id is committed, but its spec is missing or another one.
         StorageError: The root refused the write.
     """
     key = spec_key(spec.dataset_id)
+    expect_not_abandoned(store, spec.dataset_id)
     expect_not_lost(store, key, spec.dataset_id)
     try:
-        return store.put(key, document_bytes(spec))
+        return _create(store, key, document_bytes(spec))
     except AlreadyExistsError:
         existing = load_spec(store, spec.dataset_id)
     if manifest := standing_manifest(store, spec.dataset_id):
@@ -138,7 +141,8 @@ def stage_shard(
     Raises:
         IntegrityError: Rows and chunks do not make up the shard (``rows_inconsistent``,
             ``array_invalid``), or the dataset is committed and has lost the shard's receipt.
-        ConflictError: The chunks come from different engines (``mixed_fingerprints``).
+        ConflictError: The chunks come from different engines (``mixed_fingerprints``), or the
+            dataset was given up (``dataset_abandoned``).
         StorageError: The root refused a write.
     """
     began = time.perf_counter()
@@ -175,7 +179,7 @@ def commit_manifest(store: Store, dataset_id: str) -> Manifest:
     Raises:
         RowsFailedError: A shard has no receipt yet (``rows_failed``); details list them.
         ConflictError: Shards come from different engines, which the spec does not allow
-            (``mixed_fingerprints``).
+            (``mixed_fingerprints``); or the dataset was given up (``dataset_abandoned``).
         NotFoundError: No dataset with this id was begun (``dataset_not_found``).
         IntegrityError: A receipt or a file is damaged, or the manifest that stands was not made
             from these receipts.
@@ -184,6 +188,7 @@ def commit_manifest(store: Store, dataset_id: str) -> Manifest:
     standing = standing_manifest(store, dataset_id)
     sizes = dict(store.list(folder(dataset_id)))
     if standing is None:
+        expect_not_abandoned(store, dataset_id)
         receipts = read_receipts(store, spec, sizes)
         _expect_all(spec, receipts)
         if not spec.mixed_fingerprints:
@@ -206,12 +211,24 @@ def put_receipt(store: Store, spec: DatasetSpec, receipt: Receipt) -> StageResul
     """
     key = receipt_key(spec.dataset_id, receipt.shard)
     try:
-        return StageResult(receipt, created=store.put(key, document_bytes(receipt)))
+        return StageResult(receipt, created=_create(store, key, document_bytes(receipt)))
     except AlreadyExistsError:
-        standing = read_receipt(store.get(key), spec, receipt.shard)
+        standing = read_receipt(get_document(store, key), spec, receipt.shard)
     for entry in standing.files:
         check_file(store, spec.dataset_id, entry)
     return StageResult(standing, superseded=measured(standing) != measured(receipt))
+
+
+def _create(store: Store, key: str, document: bytes) -> bool:
+    """Write a document, create-only, as :meth:`.Store.put`.
+
+    A root that ignores the condition may have one writer, and that one is safe by looking first.
+    """
+    if store.size(key) is not None and get_document(store, key) != document:
+        raise AlreadyExistsError(
+            f"{key} exists already under {store.uri} with other bytes; it was left as it is"
+        )
+    return store.put(key, document)
 
 
 def measured(receipt: Receipt) -> tuple[Any, ...]:
@@ -261,10 +278,11 @@ def _create_manifest(store: Store, spec: DatasetSpec, receipts: dict[int, Receip
     """Create the manifest; one that another committer made meanwhile must be of these receipts."""
     ours = build_manifest(spec, receipts)
     try:
-        store.put(manifest_key(spec.dataset_id), document_bytes(ours))
+        _create(store, manifest_key(spec.dataset_id), document_bytes(ours))
     except AlreadyExistsError:
         if standing := standing_manifest(store, spec.dataset_id):
             committed_receipts(store, spec, standing)
             return standing
+        expect_not_abandoned(store, spec.dataset_id)
         raise
     return ours
