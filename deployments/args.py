@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from wllm_ray.capture.admission import MIN_PASS_TOKENS
 from wllm_ray.coordinator import FlowLimits
-from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.stores.store import expect_lasting, open_store
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.extraction import ExtractionLimits
 from wllm_ray.plan import ShardLimits
@@ -156,12 +156,7 @@ class AppArgs(BaseModel):
         """
         if value is None or "://" not in value:
             return None if value is None else str(Path(value).resolve())
-        if value.startswith("memory://"):
-            raise InvalidInputError(
-                "memory:// lives in one process, and an application has many; name a folder that "
-                "all its machines see, s3://, gs:// or az://",
-                code="invalid_argument",
-            )
+        expect_lasting(value)
         open_store(value)
         return value
 

@@ -40,7 +40,7 @@ from wllm_ray.cli.options import (
 from wllm_ray.cli.outcome import report
 from wllm_ray.cli.reporting import counted, fail, reports_errors, say
 from wllm_ray.dataset.stores.probing import expect_create_only
-from wllm_ray.dataset.stores.store import Store, open_store
+from wllm_ray.dataset.stores.store import Store, expect_lasting, open_store
 from wllm_ray.errors import InvalidInputError, StorageError, WLLMError
 from wllm_ray.extraction import Offer
 from wllm_ray.job.progress import ProgressLines
@@ -174,6 +174,7 @@ def job(  # noqa: PLR0913 (one option per thing that can be asked)
 
 
 def _absolute(storage: str | None) -> str | None:
+    expect_lasting(storage or "")
     if storage is None or "://" in storage or Path(storage).is_absolute():
         return storage
     raise InvalidInputError(

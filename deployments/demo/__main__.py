@@ -41,7 +41,8 @@ ARTIFACTS = DEMO / "artifacts"
 CONFIG = DEMO / "serve_config.yaml"
 LOG = DEMO / "serve.log"
 DATASET_ID = "true-false-statements"
-READY_SECONDS = 300
+# Half a minute on a quiet machine, many minutes on a busy one; what fails is seen before.
+READY_SECONDS = 1800
 LOG_LINES = 40
 # Serve's own words for an application that cannot be built, or whose replicas cannot start.
 FAILED = ("DEPLOY_FAILED", "Failed to update the deployments")

@@ -154,7 +154,7 @@ def test_a_dataset_that_was_begun_says_what_is_staged(root, store):
         size for key, size in store.list("datasets") if key.endswith((".npy", ".arrow"))
     )
     assert facts["sites"] == list(spec.sites)
-    assert "run the same job again" in run("inspect", root, "begun").stdout
+    assert "run the same job or merge again" in run("inspect", root, "begun").stdout
 
 
 def test_json_has_all_shards_that_are_missing(root, store):
@@ -278,6 +278,23 @@ def test_giving_up_takes_an_id_and_delete(littered, store):
         assert "begun, and given up before it was committed" in told
     assert run(*again).stdout.startswith(f"removed: {manifest_key('begun')}, ")
     assert not [key for key, _ in store.list("datasets") if "begun" in key]
+
+
+def test_a_begun_dataset_that_cannot_be_resumed_is_not_said_to_resume(root, store):
+    begin(store)
+    assert "run the same job or merge again" in run("inspect", root, "begun").stdout
+    (key,) = (key for key, _ in store.list("datasets/begun") if key.endswith(".npy"))
+    store.delete(key)
+    refused = run("inspect", root, "begun", code=2).stderr
+    assert f"[file_missing]: {key}: " in refused
+    assert "remove the shard's receipt while no job is running" in refused
+
+
+@pytest.mark.parametrize("into", [["--to-root", "memory://x"], []])
+def test_nothing_is_written_that_ends_with_the_command(root, store, into):
+    write_dataset(store, make_rows(3), dataset_id="a")
+    refused = run("merge", root if into else "memory://x", "a", "--into", "b", *into, code=2)
+    assert "memory:// lives in one process and ends with it" in refused.stderr
 
 
 # --- merge ----------------------------------------------------------------------------------------

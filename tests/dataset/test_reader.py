@@ -198,6 +198,11 @@ def test_many_sites_are_not_all_spelt_out(local):
     with pytest.raises(InvalidInputError, match=re.escape(f"it has {short}")):
         many.site("L3_mlp_out")
     assert f"2 × {', '.join(sites[:8])} × 4, tiny" in repr(few)
+    widths = (4, 6, 4, 4, 4, 4, 4, 4, 5)
+    write_dataset(local, make_rows(2), dataset_id="uneven", sites=sites, site_widths=widths)
+    assert f"2 × {short} × widths 4, 6, 4, 4, … 5 (9 sites), tiny" in repr(
+        load_dataset(local, "uneven")
+    )
 
 
 @pytest.mark.parametrize("size", [1, 4, 5, 12, 100])
@@ -339,7 +344,9 @@ def test_not_found_says_what_there_is(store, root, rows):
     create_spec(store, spec)
     part = rows_of(spec, rows, 0)
     stage_shard(store, spec, 0, part, [capture(part, spec)])
-    with pytest.raises(NotFoundError, match=r"shards staged so far: 1. Run the same job again"):
+    with pytest.raises(
+        NotFoundError, match=r"shards staged so far: 1. Run the same job or merge again"
+    ):
         load_dataset(root, "d")
     assert list_datasets(store) == ["other"]
 
@@ -454,7 +461,7 @@ def test_no_one_array_holds_sites_of_different_widths(uneven, good):
         with pytest.raises(NotOfferedError, match=r"L2_mlp_out has 6.*one site by its name") as e:
             call()
         assert e.value.code == "widths_not_representable"
-    assert "× L0_resid_post, L2_mlp_out × 4, 6, tiny" in repr(uneven)
+    assert "× L0_resid_post, L2_mlp_out × widths 4, 6, tiny" in repr(uneven)
 
 
 def test_a_file_for_each_site_holds_what_one_file_of_all_does(store, rows):

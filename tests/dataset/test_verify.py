@@ -360,6 +360,28 @@ def test_every_repetition_is_named_and_other_tables_are_not_read_again():
     assert list(RowIds().repeated(ids_of)) == []
 
 
+def test_files_of_a_shard_whose_receipt_is_missing_are_not_called_left_over(store):
+    manifest = write_dataset(store, make_rows(6))
+    store.put(f"{folder('d')}/notes.txt", b"mine")
+    store.delete(receipt_key("d", 1))
+    report = verify_dataset(store, "d")
+    assert [fault.code for fault in report.faults] == ["file_missing"]
+    assert [note.partition(":")[0] for note in report.notes] == ["datasets/d/notes.txt"]
+    assert len(manifest.shards) == 2
+
+
+def test_a_fault_names_its_file_once_also_where_it_is_raised(store):
+    manifest = write_dataset(store, make_rows(6))
+    name = manifest.shards[1].rows_file.name
+    key = f"{folder('d')}/{name}"
+    store.put(key, store.get(key)[:-1] + b"x", mode="overwrite")
+    (fault,) = verify_dataset(store, "d").faults
+    assert fault.message.startswith("expected SHA-256 ")
+    with pytest.raises(IntegrityError, match=f"^{name}: expected SHA-256 ") as error:
+        load_dataset(store, "d", verify="full")
+    assert error.value.message.count(name) == 1
+
+
 @pytest.mark.requirement("D-6")
 @pytest.mark.parametrize("name", ["manifest.json", "spec.json", "shard-00000.receipt.json"])
 def test_a_document_of_any_size_takes_no_memory(local, name):

@@ -127,9 +127,10 @@ class _Run:
         quiet: bool,
     ) -> None:
         from wllm_ray.client.connection import Connection
-        from wllm_ray.dataset.stores.store import open_store
+        from wllm_ray.dataset.stores.store import expect_lasting, open_store
 
         self._path, self._quiet = path, quiet
+        expect_lasting(output)
         self._store = open_store(output)
         self._patience_s, self._timeout_s = patience_s, timeout_s
         self._connection = Connection(base_url, api_key=api_key, timeout_s=timeout_s)

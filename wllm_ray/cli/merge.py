@@ -41,8 +41,10 @@ def merge(
     The sources are verified while they are read, and stay. Run the same command again to go on
     after an interruption.
     """
+    from wllm_ray.dataset.stores.store import expect_lasting
     from wllm_ray.dataset.tools.merge import merge_datasets
 
+    expect_lasting(to_root or root)
     with byte_bar(into, quiet=quiet) as on_bytes:
         made = merge_datasets(
             root,

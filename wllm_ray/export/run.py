@@ -105,8 +105,8 @@ def _new_folder(output: Path) -> Iterator[Path]:
 
 def _expect_free(output: Path) -> None:
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        found = f"{output} with something in it" if output.is_dir() else f"the file {output}"
         raise InvalidInputError(
-            f"expected a new or empty folder, found {output} with something in it; name another "
-            f"one with --output",
+            f"expected a new or empty folder, found {found}; name another one with --output",
             code="invalid_argument",
         )

@@ -36,7 +36,12 @@ def render(facts: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"count": _count, "number": _number, "picture": _picture}
+    environment.filters |= {
+        "count": _count,
+        "counted": _counted,
+        "number": _number,
+        "picture": _picture,
+    }
     style = (_FOLDER / "page.css").read_text(encoding="utf-8")
     page: str = environment.get_template("page.html").render(
         facts, style=style, style_hash=_source_hash(style)
@@ -66,6 +71,11 @@ def _visible(value: Any) -> Any:
     if len(value) > _MOST_CHARACTERS:
         value = f"{value[:_MOST_CHARACTERS]}… ({len(value):,} characters)"
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in value)
+
+
+def _counted(number: int, noun: str) -> str:
+    """For example ``1 row`` or ``2,000 rows``."""
+    return f"{_count(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def _count(number: int) -> str:

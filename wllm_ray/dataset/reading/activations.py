@@ -16,7 +16,7 @@ from wllm_ray.dataset.reading.batches import Batch, Batches, labelled, stored, w
 from wllm_ray.dataset.reading.files import DatasetFiles
 from wllm_ray.dataset.reading.picking import Picker
 from wllm_ray.dataset.reading.rowindex import FailedRow, RowIndex
-from wllm_ray.dataset.reading.sitenames import listed_sites, site_number
+from wllm_ray.dataset.reading.sitenames import listed, site_number
 from wllm_ray.dataset.reading.table import features_table
 from wllm_ray.errors import InvalidInputError, NotOfferedError
 from wllm_ray.lazy import lazy
@@ -61,10 +61,10 @@ class ActivationDataset:
 
     def __repr__(self) -> str:
         m = self.manifest
-        widths = m.width or ", ".join(map(str, sorted({*m.site_widths})))
+        widths = m.width or f"widths {listed(m.site_widths)}"
         return (
             f"ActivationDataset({m.dataset_id!r}: {m.rows_ok} rows, {m.rows_failed} failed, "
-            f"{m.shape[0]} × {listed_sites(m)} × {widths}, {m.model.name})"
+            f"{m.shape[0]} × {listed(m.sites)} × {widths}, {m.model.name})"
         )
 
     @property

@@ -290,7 +290,7 @@ def _not_found(store: Store, dataset_id: str) -> NotFoundError:
         receipts = sum(name.endswith(".receipt.json") for name in names)
         found = (
             f"it was begun but not committed; shards staged so far: {receipts}. Run the same job "
-            f"again, it resumes there and commits"
+            f"or merge again, it resumes there and commits"
         )
     elif store.local_path(DATASETS) is not None and not Path(store.uri).is_dir():
         found = "there is no such folder; check the path of the storage root"

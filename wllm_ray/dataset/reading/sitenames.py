@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from wllm_ray.dataset.format.manifest import Manifest
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.sites import HookSite, parse_site
 
-__all__ = ["listed_sites", "site_number"]
+__all__ = ["listed", "site_number"]
 
 # A longer list is cut to the first few of it.
 _LONGEST_LIST, _FIRST_FEW = 8, 4
 
 
-def listed_sites(manifest: Manifest) -> str:
-    """The dataset's sites, for people: all of a few, or the first ones, the last one and how many.
+def listed(of_sites: Sequence[object]) -> str:
+    """Names or widths of sites, for people: all of a few, or the first ones, the last and how many.
 
     For example ``L0_resid_post, L1_resid_post, … L25_resid_post (26 sites)``.
     """
-    sites = manifest.sites
-    if len(sites) <= _LONGEST_LIST:
-        return ", ".join(sites)
-    return f"{', '.join(sites[:_FIRST_FEW])}, … {sites[-1]} ({len(sites)} sites)"
+    shown = [str(one) for one in of_sites]
+    if len(shown) <= _LONGEST_LIST:
+        return ", ".join(shown)
+    return f"{', '.join(shown[:_FIRST_FEW])}, … {shown[-1]} ({len(shown)} sites)"
 
 
 def site_number(manifest: Manifest, site: HookSite | str) -> int:
@@ -33,7 +35,7 @@ def site_number(manifest: Manifest, site: HookSite | str) -> int:
     if name not in manifest.sites:
         raise InvalidInputError(
             f"dataset {manifest.dataset_id!r} does not have site {name}; it has "
-            f"{listed_sites(manifest)}",
+            f"{listed(manifest.sites)}",
             code="invalid_site",
         )
     return manifest.sites.index(name)
@@ -41,7 +43,7 @@ def site_number(manifest: Manifest, site: HookSite | str) -> int:
 
 def _canonical(manifest: Manifest, site: HookSite | str) -> str:
     """The canonical name of a site; what is none is refused with what could be written."""
-    has = f"dataset {manifest.dataset_id!r} has {listed_sites(manifest)}"
+    has = f"dataset {manifest.dataset_id!r} has {listed(manifest.sites)}"
     if isinstance(site, HookSite):
         return str(site)
     if isinstance(site, str):

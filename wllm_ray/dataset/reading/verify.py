@@ -5,6 +5,7 @@ Loading stops at the first fault; this goes on and lists them all.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, TypeAlias
 
 from wllm_ray.dataset.format.documents import read_receipt
 from wllm_ray.dataset.format.layout import MANIFEST_NAME, SPEC_NAME, folder, receipt_key, spec_key
-from wllm_ray.dataset.format.manifest import Receipt, ShardEntry, document_bytes
+from wllm_ray.dataset.format.manifest import Manifest, Receipt, ShardEntry, document_bytes
 from wllm_ray.dataset.reading.files import DatasetFiles, open_manifest
 from wllm_ray.dataset.reading.recheck import check_manifest, check_rows, check_traces, check_vectors
 from wllm_ray.dataset.reading.repeated import RowIds
@@ -119,10 +120,16 @@ class _Check:
         try:
             self.run()
         except NotFoundError as error:
-            return Fault("file_missing", self.file, error.message)
+            return self._fault("file_missing", error)
         except WLLMError as error:
-            return Fault(error.code, self.file, error.message)
+            return self._fault(error.code, error)
         return None
+
+    def _fault(self, code: str, error: WLLMError) -> Fault:
+        """Without the file's name where the message begins with it: a fault has it already."""
+        return Fault(
+            code, self.file, re.sub(rf"^(\S*/)?{re.escape(self.file)}: ", "", error.message)
+        )
 
 
 def verify_dataset(
@@ -190,7 +197,7 @@ def verify_files(
     return VerifyReport(
         dataset_id=manifest.dataset_id,
         faults=tuple(sorted(faults, key=lambda fault: place.get(fault.file, -1))),
-        notes=_notes(files.store, manifest.dataset_id),
+        notes=_notes(files.store, manifest),
         files=1 + len(checks),
         bytes=manifest.bytes,
         advice=_advice_on(faults),
@@ -293,9 +300,12 @@ class _Checker:
                 yield _Check(entry.name, 0, partial(check_traces, self._files, shard.shard, number))
 
 
-def _notes(store: Store, dataset_id: str) -> tuple[str, ...]:
+def _notes(store: Store, manifest: Manifest) -> tuple[str, ...]:
+    dataset_id = manifest.dataset_id
+    # Where a receipt is missing, which is a fault, its files have the manifest's word.
+    named = {entry.name for shard in manifest.shards for entry in shard.files}
     try:
-        found = orphans(store, dataset_id)
+        found = [one for one in orphans(store, dataset_id) if one[0] not in named]
     except WLLMError:
         return ()  # spec or receipts are damaged, which is among the faults
     return tuple(f"{folder(dataset_id)}/{name}: {size} bytes, no record" for name, size in found)

@@ -20,7 +20,17 @@ from urllib.parse import unquote, urlsplit
 from wllm_ray.dataset.stores.buffers import Buffers
 from wllm_ray.errors import InvalidInputError
 
-__all__ = ["Buffers", "Probe", "PutMode", "Root", "Store", "Stored", "open_store", "root_text"]
+__all__ = [
+    "Buffers",
+    "Probe",
+    "PutMode",
+    "Root",
+    "Store",
+    "Stored",
+    "expect_lasting",
+    "open_store",
+    "root_text",
+]
 
 PutMode: TypeAlias = Literal["create", "overwrite"]
 
@@ -197,6 +207,20 @@ def root_text(root: Root) -> str | None:
     elif slashed := re.match(rf"({'|'.join(_SCHEMES)}):/", text):
         raise _refusal(f"found one slash: write {slashed[1]}://…, and as str, since Path drops one")
     return text
+
+
+def expect_lasting(root: str) -> None:
+    """Refuse a root that is gone when this process ends, where what is written is to stay.
+
+    Raises:
+        InvalidInputError: ``memory://`` (``invalid_argument``).
+    """
+    if root.startswith("memory://"):
+        raise InvalidInputError(
+            "memory:// lives in one process and ends with it, and what is written is to stay; name "
+            "a folder, s3://, gs:// or az://",
+            code="invalid_argument",
+        )
 
 
 def _refusal(found: str) -> InvalidInputError:

@@ -7,7 +7,7 @@ from typing import Any
 from wllm_ray.dataset.format.layout import folder
 from wllm_ray.dataset.format.manifest import Asked, DatasetSpec, Manifest
 from wllm_ray.dataset.reading.files import open_manifest
-from wllm_ray.dataset.reading.staged import is_abandoned, load_spec, read_receipts
+from wllm_ray.dataset.reading.staged import expect_listed, is_abandoned, load_spec, read_receipts
 from wllm_ray.dataset.stores.store import Root, Store, open_store
 from wllm_ray.errors import NotFoundError
 
@@ -23,7 +23,8 @@ def inspect_dataset(root: Root, dataset_id: str) -> dict[str, Any]:
     Raises:
         NotFoundError: It was neither committed nor begun here (``dataset_not_found``), or given
             up; the message says what was.
-        IntegrityError: A document is not valid.
+        IntegrityError: A document is not valid; or it was begun, and a file that a receipt names is
+            missing or of another size.
     """
     store = open_store(root)
     try:
@@ -79,7 +80,12 @@ def _committed(manifest: Manifest) -> dict[str, Any]:
 
 
 def _begun(store: Store, spec: DatasetSpec) -> dict[str, Any]:
-    receipts = read_receipts(store, spec, dict(store.list(folder(spec.dataset_id))))
+    sizes = dict(store.list(folder(spec.dataset_id)))
+    receipts = read_receipts(store, spec, sizes)
+    for receipt in receipts.values():
+        for entry in receipt.files:
+            listed = sizes.get(f"{folder(spec.dataset_id)}/{entry.name}")
+            expect_listed(store, spec.dataset_id, entry, listed)
     missing = [number for number in range(len(spec.shards)) if number not in receipts]
     return _asked("begun", spec) | {
         "shards": len(spec.shards),
@@ -88,5 +94,5 @@ def _begun(store: Store, spec: DatasetSpec) -> dict[str, Any]:
         "rows_failed": sum(one.rows_failed for one in receipts.values()),
         "bytes_staged": sum(entry.bytes for one in receipts.values() for entry in one.files),
         "missing_shards": missing,
-        "next": "run the same job again: it resumes here and commits",
+        "next": "run the same job or merge again: it resumes here and commits",
     }

@@ -71,7 +71,8 @@ class Screen:
             if not self.stored[start + at, columns].any():
                 return RowFailure.of(
                     "storage_overflow",
-                    f"every value of {place} once it is rounded to {self._dtype}; store float32",
+                    f"every value of {place} once it is rounded to {self._dtype}; store float32 or "
+                    f"native",
                 )
         return None
 
@@ -90,10 +91,12 @@ class Screen:
         if wrong.any():
             at, column = np.argwhere(wrong)[0].tolist()
             said = f"holds {values[at, column]:.6g}, which is too large for {self._dtype}"
+            instead = "float32 or native"
         else:
             wrong = widen(stored, self._dtype) != values
             said = f"holds values that {self._dtype} would round, though it is the engine's dtype"
-        return RowFailure.of("storage_overflow", f"{self._first(wrong, said)}; store float32")
+            instead = "float32"
+        return RowFailure.of("storage_overflow", f"{self._first(wrong, said)}; store {instead}")
 
     def _first(self, wrong: NDArray[np.bool_], said: str) -> str:
         """What is said of the site that has the first wrong value, and where that is."""
