@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from datetime import UTC, datetime, timedelta
 
@@ -10,8 +11,10 @@ from dataset_builders import FAILED_ROW, capture, captured_of, features_of, make
 
 from wllm_ray.dataset.format.manifest import TraceSpec
 from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.tools.abandon import abandon_dataset
 from wllm_ray.dataset.tools.gc import collect_garbage
 from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard, staged_shards
+from wllm_ray.errors import NotFoundError
 from wllm_ray.records import RowFailure
 
 ROWS = make_rows(5, failed=[FAILED_ROW])
@@ -78,6 +81,12 @@ def remove_leftovers(store):
     """Every file that may ever go, however young it is."""
     tomorrow = datetime.now(UTC) + timedelta(days=1)
     list(collect_garbage(store, "d", delete=True, older_than=timedelta(0), now=tomorrow))
+
+
+def give_up(store):
+    """The whole dataset, however young its files are."""
+    with contextlib.suppress(NotFoundError):  # nothing was begun
+        abandon_dataset(store, "d", delete=True, older_than=timedelta(0))
 
 
 def expected_content(spec, threads):

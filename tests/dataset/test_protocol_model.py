@@ -36,17 +36,20 @@ from protocol_jobs import (
     SHARDS,
     Engine,
     expected_content,
+    give_up,
     remove_leftovers,
     run_job,
     stage,
 )
 from stepped_store import Died, Fault, InlineExecutor, Writer
 
+from wllm_ray.dataset.format.abandoned import abandoned_mark
 from wllm_ray.dataset.format.layout import folder, manifest_key, receipt_key, spec_key
 from wllm_ray.dataset.format.manifest import document_bytes
 from wllm_ray.dataset.format.rows import decode_rows
 from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.stores.store import open_store
+from wllm_ray.dataset.tools import abandon
 from wllm_ray.dataset.writing import shard_files
 from wllm_ray.dataset.writing.writer import (
     StageResult,
@@ -89,10 +92,16 @@ class Protocol(RuleBasedStateMachine):
         self.writers: list[Writer] = []
         self.harmed: dict[str, tuple[bytes, bytes | None]] = {}
         self.first: dict[str, bytes] = {}
+        self.given_up = False
         self.checked: set[bytes] = set()
-        patch = mock.patch.object(shard_files, "ThreadPoolExecutor", InlineExecutor)
-        patch.start()
-        self.unpatch = patch.stop
+        # Neither has a place between the steps of one thread; the probe has tests of its own.
+        patches = [
+            mock.patch.object(shard_files, "ThreadPoolExecutor", InlineExecutor),
+            mock.patch.object(abandon, "expect_create_only"),
+        ]
+        for patch in patches:
+            patch.start()
+        self.unpatch = lambda: [patch.stop() for patch in patches]
         if staged:
             create_spec(self.store, self.specs[0])
         for shard, threads in staged.items():
@@ -121,7 +130,7 @@ class Protocol(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.writers) < 3)
     @rule(
-        what=st.sampled_from(["job", "stage", "commit", "gc"]),
+        what=st.sampled_from(["job", "job", "stage", "commit", "commit", "gc", "give up"]),
         which=st.sampled_from([0, 0, 0, 1]),
         shard=st.integers(0, SHARDS - 1),
         threads=st.sampled_from([1, 1, 1, 1, 2]),
@@ -131,19 +140,24 @@ class Protocol(RuleBasedStateMachine):
         spec, engine = self.specs[which], self.engine(threads, loses)
         if what == "stage" and self.read(spec_key("d")) != document_bytes(spec):
             return  # nobody stages before the spec stands
+        if what == "give up" and (self.given_up or any(one.gives_up for one in self.writers)):
+            return  # once more would free the id, on somebody's word that no writer is left
         work = {
             "job": partial(run_job, spec=spec, engine=engine),
             "stage": partial(stage, spec=spec, shard=shard, engine=engine),
             "commit": lambda _, store: commit_manifest(store, "d"),
             "gc": lambda _, store: remove_leftovers(store),
+            "give up": lambda _, store: give_up(store),
         }[what]
         writer = Writer(self.store, work)
         writer.harmed, writer.threads = bool(self.harmed), threads
+        writer.gives_up = what == "give up"
         writer.must_notice = {
             "job": set(self.harmed),
             "stage": set(),
             "commit": set(self.harmed) & set(self.first),
             "gc": set(),
+            "give up": set(),
         }[what]
         self.writers.append(writer)
 
@@ -177,7 +191,7 @@ class Protocol(RuleBasedStateMachine):
             self.writers.remove(writer)
             self.judge(writer)
 
-    @precondition(lambda self: self.first)
+    @precondition(lambda self: self.first and not self.given_up)
     @rule(data=st.data(), how=st.sampled_from(["flipped", "truncated", "gone"]))
     def harm(self, data, how):
         key = data.draw(st.sampled_from(sorted(self.recorded())))
@@ -203,7 +217,7 @@ class Protocol(RuleBasedStateMachine):
             self.store.put(key, before, mode="overwrite")
         self.harmed.clear()
 
-    @precondition(lambda self: not self.writers and not self.harmed)
+    @precondition(lambda self: not self.writers and not self.harmed and not self.given_up)
     @rule(shard=st.integers(0, SHARDS - 1))
     def give_a_shard_up(self, shard):
         """What messages advise where a file cannot be restored: remove the receipt."""
@@ -214,7 +228,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule()
     def read_everything(self):
-        committed = self.read(manifest_key("d")) is not None
+        committed = self.read(manifest_key("d")) is not None and not self.given_up
         try:
             dataset = load_dataset(self.store, "d", verify="full")
         except NotFoundError:
@@ -232,6 +246,15 @@ class Protocol(RuleBasedStateMachine):
     @invariant()
     def sound(self):
         """Nothing that was decided changes, and nothing is decided before its files are there."""
+        if self.given_up:
+            # Decided as well, and by the same name; nothing else is any more.
+            assert self.read(manifest_key("d")) == abandoned_mark("d")
+            return
+        if self.read(manifest_key("d")) == abandoned_mark("d"):
+            assert manifest_key("d") not in self.first, "committed and then given up"
+            self.given_up = True
+            self.harmed.clear()
+            return
         for key, (before, after) in list(self.harmed.items()):
             found = self.read(key)
             # Files have the names of their contents, so writing one again mends it.
@@ -297,7 +320,8 @@ class Protocol(RuleBasedStateMachine):
             assert not unnoticed, f"{unnoticed} went unnoticed"
             self.expect_stored(writer)
         elif isinstance(error, IntegrityError):
-            assert writer.harmed, repr(error)
+            # Who meets a file that has just gone is not always told why.
+            assert writer.harmed or self.given_up, repr(error)
         elif isinstance(error, StorageError):
             assert writer.faulted, repr(error)
         elif not isinstance(error, (Died, ConflictError, RowsFailedError, NotFoundError)):
@@ -306,6 +330,8 @@ class Protocol(RuleBasedStateMachine):
     def expect_stored(self, writer):
         """What was returned as standing does stand."""
         if isinstance(writer.result, StageResult):
+            if self.given_up:
+                return
             document = writer.result.receipt
             key = receipt_key("d", document.shard)
             same = self.bitwise and self.fingerprints().get(document.shard) == writer.threads
@@ -329,6 +355,14 @@ class Protocol(RuleBasedStateMachine):
 
     def finish(self):
         """One undisturbed resubmission: the dataset, or the reason why there can be none."""
+        if self.given_up:
+            writer = self.finished(partial(run_job, spec=self.specs[0], engine=self.engine()))
+            assert isinstance(writer.error, ConflictError), repr(writer.error)
+            assert writer.error.code == "dataset_abandoned"
+            self.finished(lambda _, store: give_up(store))
+            left = [key for key, _ in self.store.list(folder("d"))]
+            assert left in ([], [manifest_key("d")]), left
+            return
         stored = self.read(spec_key("d"))
         spec = next((one for one in self.specs if document_bytes(one) == stored), self.specs[0])
         found = set(self.fingerprints().values())
