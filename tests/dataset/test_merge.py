@@ -23,6 +23,7 @@ from dataset_builders import (
     stage_all,
     write_dataset,
 )
+from forging import Forgery, cell, table
 
 from wllm_ray.dataset.format.manifest import TraceSpec
 from wllm_ray.dataset.reading import maps
@@ -465,3 +466,40 @@ def test_another_capture_of_the_same_rows_is_not_taken_for_this_one(store):
     assert error.value.code == "dataset_conflict"
     features = load_dataset(store, "m").features
     assert np.array_equal(features, load_dataset(store, "a").features)
+
+
+@pytest.mark.requirement("D-6", "D-2")
+@pytest.mark.parametrize(
+    ("lie", "code", "match"),
+    [
+        ("a manifest that its receipts do not give", "rows_inconsistent", "so it was edited"),
+        ("other tokens than the rows digest has", "digest_mismatch", "token_sha256"),
+        ("metadata in another spelling", "table_invalid", "another spelling"),
+    ],
+)
+def test_a_source_whose_digests_are_right_and_that_lies_all_the_same(local, lie, code, match):
+    """A reader takes it, and a merge would make it true: so it looks as closely as `verify`."""
+    two(local)
+    forgery = Forgery(local.local_path("datasets/a"))
+    if lie.startswith("a manifest"):
+        forgery.manifest["versions"]["numpy"] = "9"
+        forgery.seal_manifest()
+    else:
+        tokens = lie.startswith("other tokens")
+        change = cell("token_ids", 0, [9, 9]) if tokens else cell("metadata", 0, '{"a": 1}')
+        forgery.forge("rows", table(change))
+        forgery.seal()
+    load_dataset(local, "a").failures  # noqa: B018 (it is read)
+    refused(local, match, code, IntegrityError)
+
+
+@pytest.mark.requirement("D-7")
+def test_another_engine_with_the_same_values_is_not_taken_for_this_one(store):
+    """Its fingerprint is part of what was measured, and so of the content digest."""
+    rows = named("a", 5)
+    one = write_dataset(store, rows, dataset_id="a")
+    other = write_dataset(store, rows, dataset_id="b", described={"engine_version": "2"})
+    assert files(one, "features") == files(other, "features")
+    merge_datasets(store, ["a"], "m")
+    match = "shard 0 of 'b' holds the same rows, captured another time .* or another engine"
+    refused(store, match, "dataset_conflict", sources=["b"], into="m")

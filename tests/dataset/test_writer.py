@@ -532,6 +532,17 @@ def per_site(rows):
     return make_spec(rows, position="all_prompt", sites=sites, site_widths=(4, 6, 4))
 
 
+@pytest.mark.requirement("D-3", "D-7")
+def test_the_same_values_of_another_engine_are_told(store, spec, rows):
+    """The content digest has the fingerprint in it."""
+    create_spec(store, spec)
+    first = stage(store, spec, rows, 0)
+    other = stage(store, spec, rows, 0, engine_version="2")
+    assert other.receipt == first.receipt
+    assert (other.created, other.superseded) == (False, True)
+    assert orphans(store, "d") == []
+
+
 def test_every_site_has_a_file_of_its_own(store, per_site, rows):
     stage_all(store, per_site, rows)
     receipts = staged_shards(store, per_site)

@@ -208,13 +208,14 @@ def _expect_same(spec: DatasetSpec, part: Part, standing: Receipt) -> None:
     """The shard that stands already is a copy of this one, not of another capture of the rows.
 
     Raises:
-        ConflictError: It holds other features (``dataset_conflict``).
+        ConflictError: It holds other features, or another engine's (``dataset_conflict``).
     """
     if measured(standing) != measured(part.receipt):
         raise ConflictError(
-            f"shard {part.shard} of dataset {spec.dataset_id!r} stands already and holds other "
-            f"features than shard {part.entry.shard} of {part.files.manifest.dataset_id!r}: the "
-            f"same rows, captured another time. Nothing was changed; merge into another id",
+            f"shard {part.shard} of dataset {spec.dataset_id!r} stands already, and shard "
+            f"{part.entry.shard} of {part.files.manifest.dataset_id!r} holds the same rows, "
+            f"captured another time (other values, or another engine). Nothing was changed; merge "
+            f"into another id",
             stage="merge",
             details={"shard": part.shard},
         )
