@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 
@@ -35,6 +36,10 @@ def npy(change):
 def failure(**changes):
     text = {"code": "too_long", "message": "m", "permanent": True, "stage": "tokenize"} | changes
     return canonical_json(text).decode()
+
+
+def unsorted(text):
+    return json.dumps(dict(reversed(json.loads(text).items())), separators=(",", ":"))
 
 
 def wide_header(data):
@@ -167,6 +172,8 @@ ROWS = {
     "no metadata": (table(lambda b: b.replace_schema_metadata(None)), "table_invalid"),
     "another version": (table(with_metadata(format_version="2")), "table_invalid"),
     "a null id": (table(cell("id", 0, None)), "table_invalid"),
+    "an empty id": (table(cell("id", 2, "")), "table_invalid"),
+    "a token id below 0": (table(cell("token_ids", 2, [4, -(2**31)])), "table_invalid"),
     "a null row": (table(cell("row", 0, None)), "table_invalid"),
     "two batches": (two_batches, "table_invalid"),
     "no batch": (no_batch, "table_invalid"),
@@ -260,6 +267,15 @@ TRACES = {
 TEXTS_OF_ROWS = {
     "a failure of no code": (table(cell("failure", 1, "{}")), "table_invalid"),
     "a failure that is pickled": (table(cell("failure", 1, "cos\nsystem\n")), "table_invalid"),
+    "a failure with blanks": (
+        table(cell("failure", 1, failure().replace(",", ", "))),
+        "table_invalid",
+    ),
+    "a failure whose keys are not sorted": (
+        table(cell("failure", 1, unsorted(failure()))),
+        "table_invalid",
+    ),
+    "a failure that may pass": (table(cell("failure", 1, failure(permanent=False))), CONTRADICTS),
     "metadata that are not JSON": (table(cell("metadata", 0, "{")), "table_invalid"),
     "metadata with a key twice": (table(cell("metadata", 0, '{"a":1,"a":2}')), "table_invalid"),
     "metadata of 100,000 digits": (

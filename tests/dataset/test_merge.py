@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +23,10 @@ from dataset_builders import (
     stage_all,
     write_dataset,
 )
+from forging import Forgery, cell, table
 
 from wllm_ray.dataset.format.manifest import TraceSpec
+from wllm_ray.dataset.reading import maps
 from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.reading.verify import verify_dataset
 from wllm_ray.dataset.stores.store import open_store
@@ -258,6 +262,176 @@ def test_a_damaged_source_is_found_while_it_is_read(store, role):
         assert verify_dataset(store, "ab").ok
 
 
+class OtherAnswer:
+    """A root that answers the n-th read of a key with other bytes, and all others truly."""
+
+    def __init__(self, store, key, number, change):
+        self._store, self._key, self.left, self._change = store, key, number, change
+        self.uri = store.uri
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def local_path(self, _key):
+        return None
+
+    def get(self, key):
+        data = self._store.get(key)
+        if key == self._key:
+            self.left -= 1
+            data = data if self.left else self._change(data)
+        return data
+
+
+# Bytes of one row that no other file has as they are here: token ids, a vector that nobody asked
+# for, one that was asked for.
+SPOTS = {
+    "rows": np.int32([4, 5, 6]).tobytes(),
+    "trace": (np.float32(1030) + np.arange(4, dtype=np.float32) / 8).tobytes(),
+    "features": (np.float32(1031) + np.arange(4, dtype=np.float32) / 8).tobytes(),
+}
+SPOTTED = {"sites": ("embed",), "trace": TRACE, "per_shard": 5}
+
+
+def spoilt(role):
+    def change(data):
+        at = data.index(SPOTS[role])
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    return change
+
+
+def key_of(manifest, role, shard=0):
+    entry = next(e for e in manifest.shards[shard].files if e.role == role)
+    return f"datasets/{manifest.dataset_id}/{entry.name}"
+
+
+def refusal(call):
+    try:
+        call()
+    except IntegrityError as error:
+        return error
+    return None
+
+
+@pytest.mark.requirement("D-6")
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize("role", SPOTS)
+@pytest.mark.parametrize("first", [True, False], ids=["as it is", "renumbered"])
+def test_what_is_copied_is_what_was_checked_whichever_read_is_answered_wrongly(
+    store, role, number, first
+):
+    """A second answer may differ from the first, so no read is believed for another one's sake."""
+    target = open_store("memory://right")
+    one = write_dataset(store, named("a", 5), dataset_id="a", **SPOTTED)
+    two = write_dataset(store, named("b", 5), dataset_id="b", **SPOTTED)
+    key = key_of(one if first else two, role)
+    liar = OtherAnswer(store, key, number, spoilt(role))
+    into = f"{role}-{number}-{first}-{type(store).__name__}"
+    error = refusal(lambda: merge_datasets(liar, ["a", "b"], into, to_root=target))
+    # Whoever reads so often hears of it; who does not is not concerned.
+    assert (error is not None) == (liar.left <= 0)
+    if error:
+        assert error.code == "digest_mismatch"
+        assert f"{key}: expected SHA-256" in error.message
+        merge_datasets(liar, ["a", "b"], into, to_root=target)
+    assert verify_dataset(target, into).ok
+    made = load_dataset(target, into)
+    sources = [load_dataset(store, name) for name in ("a", "b")]
+    assert np.array_equal(made.features, np.concatenate([each.features for each in sources]))
+    assert all(map(np.array_equal, made.token_ids, sources[0].token_ids + sources[1].token_ids))
+    for row_id in ("a4", "b4"):
+        source = sources[row_id == "b4"]
+        assert np.array_equal(
+            made.trace(row_id).sites["embed"], source.trace(row_id).sites["embed"]
+        )
+
+
+@pytest.mark.requirement("D-6")
+@pytest.mark.parametrize("role", SPOTS)
+def test_a_local_source_that_changes_in_place_while_it_is_copied(
+    local, tmp_path, monkeypatch, role
+):
+    """It is changed when the first file of the shard is about to be written."""
+    monkeypatch.setattr(maps, "MAPPED_FROM", 1)
+    source = write_dataset(local, named("b", 5), dataset_id="b", **SPOTTED)
+    first = write_dataset(local, named("a", 5, range(5)), dataset_id="a", **SPOTTED)
+    assert not first.shards[0].feature_rows
+    path = local.local_path(key_of(source, role))
+    whole = path.read_bytes()
+    target = open_store(tmp_path / "other")
+    real = target.put_content
+
+    def put_content(prefix, suffix, data):
+        if prefix.endswith("shard-00001-"):
+            with path.open("r+b") as file:
+                file.write(spoilt(role)(whole))
+        return real(prefix, suffix, data)
+
+    monkeypatch.setattr(target, "put_content", put_content)
+    if role == "features":
+        merge_datasets(local, ["a", "b"], "ab", to_root=target)
+    else:
+        with pytest.raises(IntegrityError, match=f"{path.name}: expected SHA-256") as error:
+            merge_datasets(local, ["a", "b"], "ab", to_root=target)
+        assert error.value.code == "digest_mismatch"
+        monkeypatch.undo()
+    path.write_bytes(whole)
+    merge_datasets(local, ["a", "b"], "ab", to_root=target)
+    assert verify_dataset(target, "ab").ok
+    assert np.array_equal(load_dataset(target, "ab").features, load_dataset(local, "b").features)
+
+
+@pytest.mark.requirement("D-6")
+@pytest.mark.parametrize("role", SPOTS)
+def test_bytes_that_are_lost_on_their_way_into_the_new_dataset(local, tmp_path, monkeypatch, role):
+    """What stays as it is has the digest that it had."""
+    source = write_dataset(local, named("a", 5), dataset_id="a", **SPOTTED)
+    target = open_store(tmp_path / "other")
+    real = target.put_content
+
+    def put_content(prefix, suffix, data):
+        spoils = suffix == "." + key_of(source, role).partition(".")[2]
+        return real(prefix, suffix, spoilt(role)(bytes(data)) if spoils else data)
+
+    monkeypatch.setattr(target, "put_content", put_content)
+    with pytest.raises(IntegrityError, match=f"{key_of(source, role)}: expected SHA-256") as error:
+        merge_datasets(local, ["a"], "copy", to_root=target)
+    assert error.value.code == "digest_mismatch"
+    assert not [key for key, _ in target.list("datasets") if "receipt" in key]
+
+
+@pytest.mark.requirement("D-5")
+def test_damage_of_the_new_dataset_is_not_blamed_on_a_source(store):
+    """Of a file that is staged already, and of one that is committed."""
+    two(store)
+    made = merge_datasets(store, ["a", "b"], "ab")
+    key = key_of(made, "features")
+    store.put(key, spoilt_end(store.get(key)), mode="overwrite")
+    for state in ("committed", "begun"):
+        with pytest.raises(IntegrityError, match=f"{key}: expected SHA-256") as error:
+            merge_datasets(store, ["a", "b"], "ab")
+        assert "mend the source" not in error.value.message
+        assert "was begun under" not in error.value.message
+        assert ("The dataset is committed" in error.value.message) == (state == "committed")
+        store.delete("datasets/ab/manifest.json")
+
+
+def spoilt_end(data):
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+
+
+def test_the_command_that_gives_up_can_be_pasted_whatever_the_root_is_called(tmp_path):
+    root = tmp_path / "my data's"
+    _, second = two(open_store(root))
+    path = root / key_of(second, "features", shard=1)
+    path.write_bytes(spoilt_end(path.read_bytes()))
+    with pytest.raises(IntegrityError, match="was begun under") as error:
+        merge_datasets(root, ["a", "b"], "ab")
+    command = re.search("`(.*)`", error.value.message)[1]
+    assert shlex.split(command)[:4] == ["wllm", "gc", str(root), "ab"]
+
+
 def test_a_damaged_receipt_of_a_source(store):
     two(store)
     key = "datasets/b/shard-00000.receipt.json"
@@ -292,3 +466,40 @@ def test_another_capture_of_the_same_rows_is_not_taken_for_this_one(store):
     assert error.value.code == "dataset_conflict"
     features = load_dataset(store, "m").features
     assert np.array_equal(features, load_dataset(store, "a").features)
+
+
+@pytest.mark.requirement("D-6", "D-2")
+@pytest.mark.parametrize(
+    ("lie", "code", "match"),
+    [
+        ("a manifest that its receipts do not give", "rows_inconsistent", "so it was edited"),
+        ("other tokens than the rows digest has", "digest_mismatch", "token_sha256"),
+        ("metadata in another spelling", "table_invalid", "another spelling"),
+    ],
+)
+def test_a_source_whose_digests_are_right_and_that_lies_all_the_same(local, lie, code, match):
+    """A reader takes it, and a merge would make it true: so it looks as closely as `verify`."""
+    two(local)
+    forgery = Forgery(local.local_path("datasets/a"))
+    if lie.startswith("a manifest"):
+        forgery.manifest["versions"]["numpy"] = "9"
+        forgery.seal_manifest()
+    else:
+        tokens = lie.startswith("other tokens")
+        change = cell("token_ids", 0, [9, 9]) if tokens else cell("metadata", 0, '{"a": 1}')
+        forgery.forge("rows", table(change))
+        forgery.seal()
+    load_dataset(local, "a").failures  # noqa: B018 (it is read)
+    refused(local, match, code, IntegrityError)
+
+
+@pytest.mark.requirement("D-7")
+def test_another_engine_with_the_same_values_is_not_taken_for_this_one(store):
+    """Its fingerprint is part of what was measured, and so of the content digest."""
+    rows = named("a", 5)
+    one = write_dataset(store, rows, dataset_id="a")
+    other = write_dataset(store, rows, dataset_id="b", described={"engine_version": "2"})
+    assert files(one, "features") == files(other, "features")
+    merge_datasets(store, ["a"], "m")
+    match = "shard 0 of 'b' holds the same rows, captured another time .* or another engine"
+    refused(store, match, "dataset_conflict", sources=["b"], into="m")

@@ -122,6 +122,28 @@ LIES = {
         "rows_inconsistent",
         "permanent, found 'too_long'",
     ),
+    "a failure that may pass and says it may not": (
+        0,
+        table(
+            ("status", 1, "hook_failed"),
+            ("failure", 1, failure(code="hook_failed", stage="capture")),
+        ),
+        "rows_inconsistent",
+        "permanent, found 'hook_failed'",
+    ),
+    "a failure in another spelling": (
+        0,
+        table(("failure", 1, failure(message="\u00e9"))),
+        "table_invalid",
+        "a row failure is the canonical JSON of an object, found one in another spelling",
+    ),
+    "a token id below 0": (
+        1,
+        table(*tokens(2, np.array([7, -1], np.int32))),
+        "table_invalid",
+        "token ids from 0, found the token id -1",
+    ),
+    "an empty id": (1, table(("id", 2, "")), "table_invalid", "found an empty id"),
     "a failure that is none": (0, table(("failure", 1, "{}")), "table_invalid", "cannot be read"),
     "a failure of another code": (
         0,
@@ -151,6 +173,41 @@ def test_what_agrees_with_every_digest_and_is_wrong(store, root, lie):
     assert (fault.code, fault.file) == (code, name)
     with pytest.raises(IntegrityError, match=match):
         verify_dataset(root, "d").raise_first()
+
+
+def hidden(data):
+    """The same token ids; beneath the row that has none lie some that would not do."""
+    batch = decode_rows(data, "t")
+    rows = batch.column("token_ids").to_pylist()
+    values = [value for row in rows for value in (row or [-7, -8])]
+    offsets = np.cumsum([0, *(len(row or [-7, -8]) for row in rows)])
+    field = ROWS_SCHEMA.field("token_ids")
+    column = pa.LargeListArray.from_arrays(
+        pa.array(offsets, pa.int64()),
+        pa.array(values, pa.int32()),
+        type=field.type,
+        mask=pa.array([row is None for row in rows]),
+    )
+    assert -7 in column.values.to_pylist()
+    return arrow_file(batch.set_column(ROWS_SCHEMA.get_field_index("token_ids"), field, column))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        table(("status", 1, "new"), ("failure", 1, failure(code="new", stage="new"))),
+        hidden,
+    ],
+    ids=["a code of later", "values beneath a null"],
+)
+def test_what_looks_odd_and_is_allowed(store, root, change):
+    write_dataset(store, make_rows(6, failed=[FAILED_ROW]))
+    before = load_dataset(root, "d").token_ids
+    resealed(store, 0, change)
+    assert verify_dataset(root, "d").faults == ()
+    dataset = load_dataset(root, "d")
+    assert [failure.index for failure in dataset.failures.values()] == [FAILED_ROW]
+    assert all(map(np.array_equal, dataset.token_ids, before))
 
 
 def test_values_that_are_not_numbers_with_a_right_digest(store, root):

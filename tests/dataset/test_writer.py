@@ -83,26 +83,27 @@ def test_a_conflict_names_the_shards_of_which_no_row_is_staged(store, spec, rows
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "kept"),
+    ("name", "value", "said"),
     [
-        ("position", "first", "last_prompt"),
-        ("sites", ("L0_resid_post",), ("L1_resid_post",)),
-        ("max_rows_per_shard", 4, 3),
+        ("position", "first", "position (stored 'last_prompt', asked 'first')"),
+        (
+            "sites",
+            ("L0_resid_post",),
+            "sites[0] (stored 'L1_resid_post', asked 'L0_resid_post')",
+        ),
+        ("max_rows_per_shard", 4, "max_rows_per_shard (stored 3, asked 4)"),
     ],
 )
-def test_a_conflict_over_a_field_names_it_alone(store, rows, name, value, kept):
+def test_a_conflict_over_a_field_names_it_alone(store, rows, name, value, said):
     """Shards, and the digests of their rows, differ only because the field does."""
-    write_dataset(store, rows)
+    kept = getattr(write_dataset(store, rows), name)
     if name == "max_rows_per_shard":
         asked, changed = make_spec(rows, per_shard=value), rows
     else:
         changed = [replace(row, request_digest=f"{row.index:064}") for row in rows]
         asked = make_spec(changed, **{name: value})
     error = refused(store, asked, changed)
-    assert (
-        f"what differs: field {name} (stored {kept!r}, asked {value!r}). Use another dataset id"
-        in error.message
-    )
+    assert f"what differs: field {said}. Use another dataset id" in error.message
     assert error.details == NOTHING | {"fields": {name: {"stored": kept, "asked": value}}}
 
 
@@ -530,6 +531,17 @@ def test_the_spec_of_another_dataset(store, spec):
 def per_site(rows):
     sites = ("embed", "L1_attn_out_prelinear", "L2_mlp_out")
     return make_spec(rows, position="all_prompt", sites=sites, site_widths=(4, 6, 4))
+
+
+@pytest.mark.requirement("D-3", "D-7")
+def test_the_same_values_of_another_engine_are_told(store, spec, rows):
+    """The content digest has the fingerprint in it."""
+    create_spec(store, spec)
+    first = stage(store, spec, rows, 0)
+    other = stage(store, spec, rows, 0, engine_version="2")
+    assert other.receipt == first.receipt
+    assert (other.created, other.superseded) == (False, True)
+    assert orphans(store, "d") == []
 
 
 def test_every_site_has_a_file_of_its_own(store, per_site, rows):

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from wllm_ray.dataset.format.arrow import read_batch
 from wllm_ray.digest import canonical_text, parse_json, rows_digest, token_digest
-from wllm_ray.errors import IntegrityError, InvalidInputError
+from wllm_ray.errors import ROW_FAILURE_CODES, IntegrityError, InvalidInputError
 from wllm_ray.lazy import lazy
 from wllm_ray.records import RowFailure
 
@@ -143,12 +144,19 @@ def decode_rows(data: Any, name: str) -> pa.RecordBatch:
 
     Raises:
         IntegrityError: Not an Arrow file with one batch of exactly this schema
-            (``table_invalid``), or one that is compressed.
+            (``table_invalid``), or one that is compressed, or holds an empty id or a token id
+            below 0.
     """
     batch = read_batch(data, ROWS_SCHEMA, name, code="table_invalid")
     if holes := _columns_with_holes(batch):
         raise IntegrityError(
             f"{name}: the columns {holes} hold nulls, which they must not", code="table_invalid"
+        )
+    if wrong := _out_of_range(batch):
+        raise IntegrityError(
+            f"{name}: expected ids that are not empty and token ids from 0, found {wrong}; the "
+            f"dataset was written wrongly or edited, do not use it",
+            code="table_invalid",
         )
     return batch
 
@@ -161,18 +169,47 @@ def _columns_with_holes(batch: pa.RecordBatch) -> list[str]:
     return found + (["token_ids"] if batch["token_ids"].values.null_count else [])
 
 
+def _out_of_range(batch: pa.RecordBatch) -> str | None:
+    """What must not be; tables have millions of rows, so only all of a column is looked at."""
+    if pc.min(pc.binary_length(batch["id"])).as_py() == 0:
+        return "an empty id"
+    tokens = batch["token_ids"]
+    # Of a row that has none there may be values all the same, which mean nothing.
+    for values in (tokens.values, tokens.flatten()):
+        lowest = pc.min(values).as_py()
+        if lowest is None or lowest >= 0:
+            return None
+    return f"the token id {lowest}"
+
+
 def read_failure(text: str) -> RowFailure:
     """Read the ``failure`` column's canonical JSON.
 
     Raises:
-        IntegrityError: It is not a row failure (``table_invalid``).
+        IntegrityError: It is not a row failure, or not spelt canonically (``table_invalid``), or
+            one that may pass, and so is never stored (``rows_inconsistent``).
     """
     try:
-        return RowFailure.model_validate(parse_json(text))
+        failure = RowFailure.model_validate(parse_json(text))
+        is_canonical = canonical_text(failure.model_dump()) == text
     except (InvalidInputError, ValueError) as error:
         raise IntegrityError(
             f"a row failure cannot be read: {type(error).__name__}", code="table_invalid"
         ) from error
+    if not is_canonical:
+        raise IntegrityError(
+            "a row failure is the canonical JSON of an object, found one in another spelling; the "
+            "dataset was written wrongly or edited, do not use it",
+            code="table_invalid",
+        )
+    _, is_permanent, _ = ROW_FAILURE_CODES.get(failure.code, ("", True, ""))
+    if not (failure.permanent and is_permanent):
+        raise IntegrityError(
+            f"a stored failure is permanent, found {failure.code!a}, which may pass; the dataset "
+            f"was written wrongly or edited, do not use it",
+            code="rows_inconsistent",
+        )
+    return failure
 
 
 def _digest_column(digests: Sequence[str | None]) -> pa.Array:

@@ -95,17 +95,21 @@ class RecordedFiles:
             IntegrityError: ``size_mismatch``, ``file_missing`` or ``name_invalid``.
             StorageError: The root failed to read.
         """
-        key = self.key_of(entry)
-        path = self.store.local_path(key)
+        path = self.store.local_path(self.key_of(entry))
         if path is None:
-            with self.as_recorded(entry):
-                raw: NDArray[np.uint8] | None = np.frombuffer(self.store.get(key), np.uint8)
-        else:
-            raw = maps.map_file(path)
+            return self.fetched(entry)
+        raw = maps.map_file(path)
         found = None if raw is None else raw.size
         expect_size(self.store, self.manifest.dataset_id, entry, found)
         assert raw is not None  # expect_size has refused it
         return raw
+
+    def fetched(self, entry: FileEntry) -> NDArray[np.uint8]:
+        """As :meth:`raw`, but never mapped: what becomes of the file later is not seen in it."""
+        with self.as_recorded(entry):
+            data = self.store.get(self.key_of(entry))
+        expect_size(self.store, self.manifest.dataset_id, entry, len(data))
+        return np.frombuffer(data, np.uint8)
 
     def checked_table(self, entry: FileEntry) -> NDArray[np.uint8]:
         """A whole file that is no features file, its digest checked.
@@ -115,7 +119,7 @@ class RecordedFiles:
         """
         data = self.raw(entry)
         if self.is_unchecked(entry):
-            self._expect_digest(entry, hashlib.sha256(data.data).hexdigest())
+            self.expect_digest(entry, hashlib.sha256(data.data).hexdigest())
             self._verified.add(entry.name)
         return data
 
@@ -143,7 +147,7 @@ class RecordedFiles:
         Raises:
             IntegrityError: ``digest_mismatch`` or ``values_not_finite``.
         """
-        self._expect_digest(entry, sha256)
+        self.expect_digest(entry, sha256)
         if not finite:
             raise IntegrityError(
                 f"{entry.name}: the features hold NaN or infinity, which no writer of this "
@@ -152,7 +156,12 @@ class RecordedFiles:
             )
         self._verified.add(entry.name)
 
-    def _expect_digest(self, entry: FileEntry, found: str) -> None:
+    def expect_digest(self, entry: FileEntry, found: str) -> None:
+        """Compare the digest that was found of a file with its record.
+
+        Raises:
+            IntegrityError: ``digest_mismatch``.
+        """
         if found != entry.sha256:
             raise IntegrityError(
                 f"{self.key_of(entry)}: expected SHA-256 {entry.sha256}, found {found}; the file "

@@ -239,7 +239,8 @@ class RowIndex:
             yield
         except (IntegrityError, InvalidInputError) as error:
             name = self._files.manifest.shards[shard].rows_file.name
-            raise IntegrityError(f"{name}: {error.message}", code="table_invalid") from None
+            code = error.code if isinstance(error, IntegrityError) else "table_invalid"
+            raise IntegrityError(f"{name}: {error.message}", code=code) from None
 
     def _of_all_shards(self, read: Callable[[int], _Read]) -> list[_Read]:
         with ThreadPoolExecutor(_THREADS) as pool:

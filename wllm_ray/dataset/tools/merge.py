@@ -1,6 +1,6 @@
 """Make one dataset of several that were captured alike, without capturing anything again.
 
-The shards stay as they are: features and traces byte for byte, rows with their numbers moved on.
+The shards stay as they are: features byte for byte, rows and traces with their numbers moved on.
 The new dataset goes the way of every other: spec, files, receipts, manifest, each once. So a merge
 that died is resumed by running it again, and two at once make one dataset.
 """
@@ -8,27 +8,16 @@ that died is resumed by running it again, and two at once make one dataset.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
-from wllm_ray.dataset.format.layout import check_dataset_id, content_prefix, file_name
-from wllm_ray.dataset.format.manifest import (
-    Asked,
-    DatasetSpec,
-    FileEntry,
-    Manifest,
-    Receipt,
-    ShardEntry,
-)
+from wllm_ray.dataset.format.layout import check_dataset_id
+from wllm_ray.dataset.format.manifest import Asked, DatasetSpec, Manifest, Receipt
 from wllm_ray.dataset.reading.files import DatasetFiles, open_manifest
 from wllm_ray.dataset.reading.recheck import check_manifest, check_rows
 from wllm_ray.dataset.reading.repeated import RowIds
-from wllm_ray.dataset.reading.rowtable import good_rows
 from wllm_ray.dataset.reading.staged import committed_receipts, load_spec
 from wllm_ray.dataset.reading.verify import OnBytes, ignore_bytes
 from wllm_ray.dataset.stores.store import Root, Store, open_store
+from wllm_ray.dataset.tools.copying import Part, checked_rows, copied
 from wllm_ray.dataset.writing.writer import (
     commit_manifest,
     create_spec,
@@ -36,7 +25,7 @@ from wllm_ray.dataset.writing.writer import (
     put_receipt,
     staged_shards,
 )
-from wllm_ray.errors import ConflictError, IntegrityError, InvalidInputError
+from wllm_ray.errors import ConflictError, InvalidInputError
 from wllm_ray.records import Fingerprint
 
 __all__ = ["merge_datasets"]
@@ -44,17 +33,6 @@ __all__ = ["merge_datasets"]
 # What merged datasets need not have in common.
 _OWN = frozenset({"dataset_id", "rows", "mixed_fingerprints"})
 _LISTED = 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A shard of a source, and its place in the new dataset."""
-
-    files: DatasetFiles
-    entry: ShardEntry
-    receipt: Receipt
-    shard: int
-    first_row: int
 
 
 def merge_datasets(
@@ -86,8 +64,8 @@ def merge_datasets(
         ConflictError: The sources differ in what was asked, or share a row id
             (``dataset_conflict``), or come from engines that may differ (``mixed_fingerprints``);
             or the new id stands for something else (``dataset_conflict``, ``dataset_immutable``).
-        IntegrityError: A source is damaged. Where features or traces are, the new dataset was begun
-            by then; the message says how to go on.
+        IntegrityError: A source is damaged, or what the new id stands for already. A source may
+            turn out damaged when the new dataset is begun; then the message says how to go on.
         StorageError: A root failed to read or write.
     """
     store = open_store(root)
@@ -102,10 +80,7 @@ def merge_datasets(
     _expect_unique_ids(parts)
     spec = _merged_spec(opened, into, mixed=mixed)
     create_spec(target, spec)
-    try:
-        _copy_missing(target, spec, parts, on_bytes)
-    except IntegrityError as error:
-        raise _left_begun(error, target, into) from error
+    _copy_missing(target, spec, parts, on_bytes)
     return commit_manifest(target, into)
 
 
@@ -142,7 +117,7 @@ def _expect_alike(manifests: Sequence[Manifest]) -> None:
             )
 
 
-def _parts(opened: Sequence[DatasetFiles]) -> Iterator[_Part]:
+def _parts(opened: Sequence[DatasetFiles]) -> Iterator[Part]:
     """All shards in their new order, each with the receipt that its manifest was made from."""
     shard = first_row = 0
     for files in opened:
@@ -150,11 +125,11 @@ def _parts(opened: Sequence[DatasetFiles]) -> Iterator[_Part]:
         receipts = committed_receipts(files.store, spec, files.manifest)
         check_manifest(files.manifest, receipts)
         for entry in files.manifest.shards:
-            yield _Part(files, entry, receipts[entry.shard], shard, first_row)
+            yield Part(files, entry, receipts[entry.shard], shard, first_row)
             shard, first_row = shard + 1, first_row + entry.rows
 
 
-def _expect_one_fingerprint(parts: Sequence[_Part]) -> None:
+def _expect_one_fingerprint(parts: Sequence[Part]) -> None:
     first: tuple[str, Fingerprint] | None = None
     for part in parts:
         found, name = part.receipt.fingerprint, part.files.manifest.dataset_id
@@ -173,17 +148,16 @@ def _expect_one_fingerprint(parts: Sequence[_Part]) -> None:
             )
 
 
-def _expect_unique_ids(parts: Sequence[_Part]) -> None:
+def _expect_unique_ids(parts: Sequence[Part]) -> None:
     """Refuse row ids that two sources have; checks every rows table on the way."""
     ids = RowIds()
     for part in parts:
-        batch = part.files.rows(part.entry.shard)
+        batch = checked_rows(part)
         check_rows(batch, part.entry, part.files.manifest.position)
         ids.add(part.shard, batch.column("id").to_pylist())
 
     def ids_of(number: int) -> list[str]:
-        part = parts[number]
-        found: list[str] = part.files.rows(part.entry.shard).column("id").to_pylist()
+        found: list[str] = checked_rows(parts[number]).column("id").to_pylist()
         return found
 
     if repeated := list(ids.repeated(ids_of)):
@@ -213,7 +187,7 @@ def _merged_spec(opened: Sequence[DatasetFiles], into: str, *, mixed: bool) -> D
 def _copy_missing(
     target: Store,
     spec: DatasetSpec,
-    parts: Sequence[_Part],
+    parts: Sequence[Part],
     on_bytes: OnBytes,
 ) -> None:
     total = sum(entry.bytes for part in parts for entry in part.entry.files)
@@ -222,7 +196,7 @@ def _copy_missing(
     for part in parts:
         standing = staged.get(part.shard)
         if standing is None:
-            result = put_receipt(target, spec, _copied(target, spec, part))
+            result = put_receipt(target, spec, copied(target, spec, part))
             standing = result.receipt if result.superseded else None
         if standing is not None:
             _expect_same(spec, part, standing)
@@ -230,74 +204,18 @@ def _copy_missing(
         on_bytes(done, total)
 
 
-def _left_begun(error: IntegrityError, target: Store, into: str) -> IntegrityError:
-    """The same error, and what it means for the new dataset."""
-    return IntegrityError(
-        f"{error.message}. Dataset {into!r} was begun under {target.uri}: mend the source and "
-        f"merge again, which goes on from there, or give it up with `wllm gc {target.uri} {into} "
-        f"--abandon --older-than 0 --delete`",
-        code=error.code,
-        stage="merge",
-        details=error.details,
-    )
-
-
-def _expect_same(spec: DatasetSpec, part: _Part, standing: Receipt) -> None:
+def _expect_same(spec: DatasetSpec, part: Part, standing: Receipt) -> None:
     """The shard that stands already is a copy of this one, not of another capture of the rows.
 
     Raises:
-        ConflictError: It holds other features (``dataset_conflict``).
+        ConflictError: It holds other features, or another engine's (``dataset_conflict``).
     """
     if measured(standing) != measured(part.receipt):
         raise ConflictError(
-            f"shard {part.shard} of dataset {spec.dataset_id!r} stands already and holds other "
-            f"features than shard {part.entry.shard} of {part.files.manifest.dataset_id!r}: the "
-            f"same rows, captured another time. Nothing was changed; merge into another id",
+            f"shard {part.shard} of dataset {spec.dataset_id!r} stands already, and shard "
+            f"{part.entry.shard} of {part.files.manifest.dataset_id!r} holds the same rows, "
+            f"captured another time (other values, or another engine). Nothing was changed; merge "
+            f"into another id",
             stage="merge",
             details={"shard": part.shard},
         )
-
-
-def _copied(target: Store, spec: DatasetSpec, part: _Part) -> Receipt:
-    """The receipt of a shard whose files are copied."""
-    files = tuple(_copied_file(target, spec, part, entry) for entry in part.entry.files)
-    own = {
-        "spec_sha256": spec.sha256,
-        "shard": part.shard,
-        "first_row": part.first_row,
-        "files": files,
-    }
-    return part.receipt.model_copy(update=own)
-
-
-def _copied_file(target: Store, spec: DatasetSpec, part: _Part, entry: FileEntry) -> FileEntry:
-    suffix = entry.name.removeprefix(file_name(part.entry.shard, entry.sha256, ""))
-    prefix = content_prefix(spec.dataset_id, part.shard)
-    stored = target.put_content(prefix, suffix, _content(part, entry))
-    name = stored.key.rpartition("/")[2]
-    return entry.model_copy(update={"name": name, "bytes": stored.bytes, "sha256": stored.sha256})
-
-
-def _content(part: _Part, entry: FileEntry) -> memoryview:
-    """What a file of the shard is to hold in the new dataset; all that is read is verified."""
-    files, shard = part.files, part.entry.shard
-    if entry.role == "rows":
-        return _renumbered(files.rows(shard), part.first_row - part.entry.first_row)
-    raw = files.raw(entry)
-    if entry.role == "trace":
-        files.traces(shard, good_rows(files.rows(shard)))
-        batch = pa.ipc.open_file(pa.py_buffer(raw)).get_batch(0)
-        return _renumbered(batch, part.first_row - part.entry.first_row)
-    files.checked(shard, part.entry.features_files.index(entry), raw)
-    return raw.data
-
-
-def _renumbered(batch: pa.RecordBatch, distance: int) -> memoryview:
-    """The same Arrow file, its rows moved on."""
-    at = batch.schema.get_field_index("row")
-    numbers = pc.add(batch.column(at), distance)
-    moved = batch.set_column(at, batch.schema.field(at), numbers)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, batch.schema) as writer:
-        writer.write_batch(moved)
-    return memoryview(sink.getvalue())
