@@ -14,8 +14,8 @@ import hashlib
 import socket
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -38,6 +38,7 @@ from wllm_ray.records import (
     Fingerprint,
     ModelIdentity,
     RowFailure,
+    RowRecord,
     SelfTestReport,
     SiteSupport,
     TokenizerIdentity,
@@ -222,6 +223,29 @@ class FakeEngine:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+
+def rivalled(stage: Callable[..., StageResult], differs: Container[int]) -> Any:
+    """A ``stage_shard`` before which another attempt writes each shard.
+
+    Args:
+        stage: The real one.
+        differs: The shards of which the other attempt has measured other numbers.
+    """
+
+    def staged(
+        store: Store,
+        spec: DatasetSpec,
+        shard: int,
+        rows: Sequence[RowRecord],
+        chunks: Sequence[CapturedChunk],
+    ) -> StageResult:
+        more = np.float32(shard in differs)
+        others = [replace(chunk, features=chunk.features + more) for chunk in chunks]
+        stage(store, spec, shard, rows, others)
+        return stage(store, spec, shard, rows, chunks)
+
+    return staged
 
 
 class LocalBackend:

@@ -48,8 +48,13 @@ def expect_fits_inline(prepared: Prepared, max_bytes: int) -> None:
         )
 
 
-def dataset_reference(manifest: Manifest) -> DatasetReference:
-    """What stands for a committed dataset in an answer."""
+def dataset_reference(manifest: Manifest, superseded: int = 0) -> DatasetReference:
+    """What stands for a committed dataset in an answer.
+
+    Args:
+        manifest: The dataset.
+        superseded: How many shards of this run's another attempt had written first, otherwise.
+    """
     return DatasetReference(
         dataset_id=manifest.dataset_id,
         manifest_sha256=manifest.manifest_sha256,
@@ -57,6 +62,7 @@ def dataset_reference(manifest: Manifest) -> DatasetReference:
         rows=manifest.rows,
         rows_failed=manifest.rows_failed,
         shards=len(manifest.shards),
+        shards_superseded=superseded,
     )
 
 
@@ -166,7 +172,10 @@ def _shape(feature_rows: int, widths: Sequence[int]) -> tuple[int, int, int | No
 
 
 def dataset_answer(
-    prepared: Prepared, manifest: Manifest, failures: Mapping[int, RowFailure]
+    prepared: Prepared,
+    manifest: Manifest,
+    failures: Mapping[int, RowFailure],
+    superseded: int = 0,
 ) -> ActivationResponse:
     """The answer that refers to a committed dataset.
 
@@ -174,6 +183,7 @@ def dataset_answer(
         prepared: The request.
         manifest: The committed manifest.
         failures: Row index → failure, as the dataset records them.
+        superseded: As of :func:`dataset_reference`.
     """
     good = (row for row in prepared.rows if row.index not in failures)
     lengths = {row.index: prepared.selection.feature_rows(row) for row in good}
@@ -182,7 +192,7 @@ def dataset_answer(
         update={
             "shape": manifest.shape,
             "dtype": manifest.dtype,
-            "dataset": dataset_reference(manifest),
+            "dataset": dataset_reference(manifest, superseded),
             "fingerprint": manifest.fingerprint,
             "versions": manifest.versions,
             "selftest": manifest.selftest,

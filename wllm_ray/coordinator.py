@@ -35,6 +35,10 @@ class Staged(Protocol):
     def transient(self) -> Mapping[int, RowFailure]:
         """Row index → failure that may pass; not empty means that nothing was written."""
 
+    @property
+    def superseded(self) -> bool:
+        """Another attempt had written the shard, with other numbers; that one counts."""
+
 
 @dataclass(frozen=True, slots=True)
 class FlowLimits:
@@ -62,11 +66,13 @@ class JobReport:
     """What a run left behind.
 
     Attributes:
-        staged: Indices of the shards that this run wrote.
+        staged: Indices of the shards that this run captured and that are written.
+        superseded: Those of them that another attempt had written first, with other numbers.
         transient: Row index → failure that may pass; their shards are not written.
     """
 
     staged: list[int] = field(default_factory=list)
+    superseded: list[int] = field(default_factory=list)
     transient: dict[int, RowFailure] = field(default_factory=dict)
 
 
@@ -132,14 +138,22 @@ class Coordinator(Generic[Payload]):
         return captured
 
     async def run(
-        self, shards: Iterable[Shard], batch_size: int | Literal["auto"] = "auto"
+        self,
+        shards: Iterable[Shard],
+        batch_size: int | Literal["auto"] = "auto",
+        report: JobReport | None = None,
     ) -> JobReport:
         """Capture and stage shards, pulled from the iterable only when there is room for one.
+
+        Args:
+            shards: What is to be done.
+            batch_size: Rows per chunk, or ``auto``.
+            report: Filled while the run goes on, for who wants to know also where it fails.
 
         Raises:
             WLLMError: A failure that another attempt would not mend. Shards staged by then stay.
         """
-        report = JobReport()
+        report = JobReport() if report is None else report
         source = iter(shards)
         try:
             async with asyncio.TaskGroup() as group:
@@ -159,7 +173,7 @@ class Coordinator(Generic[Payload]):
         self, shard: Shard, batch_size: int | Literal["auto"], report: JobReport
     ) -> None:
         try:
-            transient = await self._capture_and_stage(shard, batch_size)
+            transient = await self._capture_and_stage(shard, batch_size, report)
             report.transient |= transient
             if not transient:
                 report.staged.append(shard.index)
@@ -167,7 +181,7 @@ class Coordinator(Generic[Payload]):
             self._shard_slots.release()
 
     async def _capture_and_stage(
-        self, shard: Shard, batch_size: int | Literal["auto"]
+        self, shard: Shard, batch_size: int | Literal["auto"], report: JobReport
     ) -> dict[int, RowFailure]:
         """Write one shard, capturing rows again whose failure may pass; return what is left."""
         wanted: Sequence[RowRecord] = shard.rows
@@ -179,23 +193,29 @@ class Coordinator(Generic[Payload]):
             condemned |= {i: f for i, f in captured.failures.items() if f.permanent}
             transient = {i: f for i, f in captured.failures.items() if not f.permanent}
             if not transient:
-                transient = await self._try_to_stage(_condemn(shard, condemned), payloads)
+                whole = _condemn(shard, condemned)
+                transient = await self._try_to_stage(whole, payloads, report)
             if not transient:
                 return {}
             wanted = [row for row in shard.rows if row.index in transient]
         return transient
 
-    async def _try_to_stage(self, shard: Shard, payloads: list[Payload]) -> dict[int, RowFailure]:
+    async def _try_to_stage(
+        self, shard: Shard, payloads: list[Payload], report: JobReport
+    ) -> dict[int, RowFailure]:
         """Stage; where what was captured is lost by then, forget it and want every row again."""
         assert self._stage is not None, "a coordinator without `stage` only captures"
         try:
-            return dict((await self._stage(shard, payloads)).transient)
+            result = await self._stage(shard, payloads)
         except UnavailableError as error:
             if error.code != "replica_lost":
                 raise
             payloads.clear()
             lost = RowFailure.of("replica_lost", error.message)
             return {row.index: lost for row in shard.rows if row.failure is None}
+        if result.superseded:
+            report.superseded.append(shard.index)
+        return dict(result.transient)
 
     async def _capture_chunk(self, chunk: Chunk) -> Captured[Payload]:
         async with self._chunk_slots:

@@ -194,7 +194,7 @@ class ExtractionService(Generic[Payload]):
         if outcome.manifest is None:
             raise rows_failed(prepared.rows, outcome.transient)
         failures = await asyncio.to_thread(_failures, store, outcome)
-        return dataset_answer(prepared, outcome.manifest, failures)
+        return dataset_answer(prepared, outcome.manifest, failures, len(outcome.superseded))
 
     def _require_store(self) -> Store:
         if self._store is None:

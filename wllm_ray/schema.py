@@ -181,7 +181,11 @@ class RowResult(_Message):
 
 
 class DatasetReference(_Message):
-    """A committed dataset: its id, its digests and what it holds, never its bytes."""
+    """A committed dataset: its id, its digests and what it holds, never its bytes.
+
+    ``shards_superseded`` is of the run that this answers: how many shards it captured that another
+    attempt had written first, with other numbers. Those that were written first count.
+    """
 
     dataset_id: str
     manifest_sha256: str
@@ -189,6 +193,7 @@ class DatasetReference(_Message):
     rows: int
     rows_failed: int
     shards: int
+    shards_superseded: int = 0
 
 
 class ActivationResponse(_Message):

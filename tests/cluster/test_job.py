@@ -160,6 +160,7 @@ def test_a_submitted_job_makes_the_dataset_that_http_makes_and_finds_it_done(job
     assert (summary["status"], summary["exit_code"], summary["shards_resumed"]) == (
         "committed", 0, 0,
     )  # fmt: skip
+    assert (summary["shards_written"], summary["shards_superseded"]) == (3, 0)
     reference = jobs.by_http(rows, "by-http", rows_per_shard=8)
     assert summary["content_sha256"] == reference["content_sha256"]
     dataset = load_dataset(jobs.application.root, "by-job", verify="full")

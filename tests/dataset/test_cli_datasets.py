@@ -15,7 +15,9 @@ from wllm_ray.cli import app
 from wllm_ray.cli.datasets import FIRST_FEW, _shown
 from wllm_ray.dataset.format.layout import manifest_key, receipt_key
 from wllm_ray.dataset.reading.verify import verify_dataset
+from wllm_ray.dataset.stores.local import LocalStore
 from wllm_ray.dataset.writing.writer import create_spec, stage_shard
+from wllm_ray.errors import StorageError
 
 pytestmark = pytest.mark.requirement("L-4")
 
@@ -89,6 +91,32 @@ def test_a_dataset_that_is_not_there_does_not_keep_the_others_from_being_verifie
     assert [json.loads(line)["ok"] for line in reports] == [True, False]
     assert json.loads(reports[1])["error"]["code"] == "dataset_not_found"
     assert run("verify", root, "c", "c").stdout.endswith("no fault in 2 datasets\n")
+
+
+def test_a_dataset_that_cannot_be_read_does_not_keep_the_others_from_being_verified(
+    root, store, monkeypatch
+):
+    for one in "abc":
+        write_dataset(store, make_rows(6), dataset_id=one)
+    real = LocalStore.get
+
+    def get(self, key):
+        if key.startswith("datasets/b/"):
+            raise StorageError(f"{key}: the disk is broken")
+        return real(self, key)
+
+    monkeypatch.setattr(LocalStore, "get", get)
+    result = run("verify", root, "a", "b", "nope", "c", code=2)
+    lines = result.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines[:-1]] == ["a", "c"]
+    assert lines[-1] == (
+        "1 of 4 datasets is not committed: nope; 1 of 4 datasets cannot be read: b"
+    )
+    assert "error [storage_failed]: datasets/b/manifest.json: the disk" in result.stderr
+    reports = run("verify", root, "b", "c", "--json", code=2).stdout.splitlines()
+    assert [json.loads(line)["ok"] for line in reports] == [False, True]
+    assert json.loads(reports[0])["dataset_id"] == "b"
+    assert "the disk is broken" in run("verify", root, "b", code=2).stderr
 
 
 def test_a_root_where_nothing_is_committed_yet(root, store):
@@ -240,6 +268,18 @@ def test_a_damaged_dataset_keeps_everything_and_the_others_are_cleaned(littered,
     assert store.size("datasets/begun/.tmp-host-1-1") == 4
     facts = json.loads(run("gc", littered, "begun", "--json", code=2).stdout)
     assert facts["datasets"][0]["damage"]["code"] == "format_unknown"
+
+
+@pytest.mark.parametrize("hours", ["1e8", "inf", "nan", "-1"])
+def test_hours_before_the_first_date_are_refused(littered, hours):
+    refused = run("gc", littered, "--older-than", hours, code=2)
+    assert "--older-than" in refused.stderr
+    assert "internal_error" not in refused.stderr
+    assert not refused.stdout
+
+
+def test_a_hundred_years_are_no_error(littered):
+    assert "0 files, 0 bytes" in run("gc", littered, "--older-than", "1e6").stdout
 
 
 def test_what_is_no_storage_root_is_no_clean_one(littered, store, tmp_path):

@@ -85,7 +85,7 @@ def test_every_site_at_every_token_is_what_transformers_has_there(family, prompt
             assert np.median(relative_l2(found[f"L{layer}_{kind}"], below)) > CLEARLY_WRONG, kind
 
 
-@pytest.mark.requirement("C-9", "C-11")
+@pytest.mark.requirement("C-9", "C-11", "D-2")
 def test_the_engine_describes_itself(family, run, prompts):
     told, _ = run(family, prompts[:1])
     assert (told.num_layers, told.hidden_size, told.vocab_size) == (LAYERS, HIDDEN, VOCAB)
@@ -117,6 +117,9 @@ def test_the_engine_describes_itself(family, run, prompts):
     assert (marks.threads, marks.prefill_split_tokens) == (1, 0)
     assert marks.reproducibility == "tolerance"
     assert "vllm" not in told.versions
+    assert told.versions["transformers"] == version
+    assert told.versions["torch"] == torch.__version__
+    assert {"wllm_ray", "python", "numpy", "pyarrow", "pydantic"} < set(told.versions)
 
 
 @pytest.mark.requirement("C-9")

@@ -4,7 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tests.fakes import SITES, Application, fake_activation, fake_description
+from tests import fakes
+from tests.fakes import SITES, Application, fake_activation, fake_description, rivalled
 from tests.http.calls import ROWS, body, caller, error_of, post
 from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.stores.store import open_store
@@ -38,6 +39,18 @@ async def test_a_dataset_is_stored_as_it_is_asked_for(tmp_path, shard_format, st
         assert np.array_equal(by_arrow.to_pylist(), expected)
     else:
         assert np.array_equal(np.load(path, mmap_mode="r", allow_pickle=False), expected)
+
+
+@pytest.mark.requirement("H-1", "D-4")
+async def test_the_answer_counts_shards_that_were_written_first_with_other_numbers(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tests.fakes.stage_shard", rivalled(fakes.stage_shard, {0}))
+    asked = body(rows=ROWS) | KEPT | {"rows_per_shard": 1}
+    app = Application(open_store(tmp_path))
+    for superseded in (1, 0):
+        answer = (await post(app, asked)).json()["dataset"]
+        assert (answer["shards"], answer["shards_superseded"]) == (len(ROWS), superseded)
 
 
 @pytest.mark.requirement("H-1", "D-9")

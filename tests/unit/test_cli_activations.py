@@ -199,6 +199,25 @@ def test_rows_that_may_pass_leave_no_manifest_and_running_again_finishes(app, jo
     assert json.loads((job.output / "runs/d/failures.json").read_bytes()) == []
 
 
+@pytest.mark.requirement("L-3", "D-4")
+def test_shards_that_another_run_wrote_with_other_numbers_are_counted_and_told(job):
+    """Said once on stderr; the dataset is committed all the same."""
+    patched = (
+        "from tests.fakes import rivalled; from wllm_ray.cli import main;"
+        "from wllm_ray.client import job; job.stage_shard = rivalled(job.stage_shard, {1}); main()"
+    )
+    command = [sys.executable, "-c", patched, *job.arguments("--quiet", rows_per_shard="4")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    summary = json.loads(done.stdout)
+    counts = [summary[f"shards_{what}"] for what in ("resumed", "written", "superseded", "staged")]
+    assert counts == [0, 2, 1, 3]
+    assert done.stderr.count("shard 1 stood already when this run had captured it") == 1
+    stored = json.loads((job.output / "runs/d/summary.json").read_bytes())
+    assert "shards_superseded" not in stored  # of a run, and not of the state
+    again = job.run(rows_per_shard="4").summary
+    assert (again["shards_resumed"], again["shards_superseded"]) == (3, 0)
+
+
 @pytest.mark.parametrize(
     ("options", "sites"),
     [

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from wllm_ray.coordinator import Coordinator, FlowLimits
+from wllm_ray.coordinator import Coordinator, FlowLimits, JobReport
 from wllm_ray.errors import CaptureError, StorageError, UnavailableError
 from wllm_ray.plan import Shard
 from wllm_ray.records import Chunk, RowFailure, RowRecord
@@ -27,6 +27,7 @@ def shards(count: int, rows: int = 4) -> list[Shard]:
 @dataclass
 class Result:
     transient: dict[int, RowFailure] = field(default_factory=dict)
+    superseded: bool = False
 
 
 class World:
@@ -67,6 +68,35 @@ async def test_every_row_is_captured_and_staged_once_in_order(batch_size):
     assert sorted(report.staged) == [0, 1, 2, 3, 4]
     assert report.transient == {}
     assert world.staged == {n: list(range(4 * n, 4 * n + 4)) for n in range(5)}
+
+
+@pytest.mark.requirement("D-4")
+async def test_shards_that_another_attempt_wrote_otherwise_are_reported():
+    world = World()
+
+    async def stage(shard, payloads):
+        await world.stage(shard, payloads)
+        return Result(superseded=shard.index in (1, 3))
+
+    report = await Coordinator(world.capture, stage).run(shards(5))
+    assert sorted(report.superseded) == [1, 3]
+    assert sorted(report.staged) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.requirement("D-4")
+async def test_what_is_known_when_a_run_fails_is_in_the_report_that_was_given():
+    world = World()
+
+    async def stage(shard, _payloads):
+        if shard.index == 1:
+            raise StorageError("disk full")
+        return Result(superseded=True)
+
+    report = JobReport()
+    coordinator = Coordinator(world.capture, stage, limits=FlowLimits(shards_in_flight=1))
+    with pytest.raises(StorageError):
+        await coordinator.run(shards(2), report=report)
+    assert (report.superseded, report.staged) == ([0], [0])
 
 
 @pytest.mark.requirement("R-2")

@@ -1,12 +1,15 @@
 """One job, whoever runs it."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests import fakes
 from tests.fakes import (
     MODEL,
     Application,
@@ -14,11 +17,12 @@ from tests.fakes import (
     LocalBackend,
     fake_description,
     fake_features,
+    rivalled,
 )
 from wllm_ray.backend import capturer
 from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.stores.store import open_store
-from wllm_ray.errors import ConflictError
+from wllm_ray.errors import ConflictError, StorageError
 from wllm_ray.extraction import ExtractionLimits
 from wllm_ray.job.progress import ProgressLines
 from wllm_ray.job.run import Job, RunOptions, run_job
@@ -142,6 +146,60 @@ def _site_of(row: InputRow, site: int, position: PositionLike) -> NDArray[np.flo
     ends = np.cumsum([8, 12, 16])
     columns = slice(ends[site] - (8, 12, 16)[site], ends[site])
     return fake_features(ids, sites, canonical_position(position))[:, columns]
+
+
+@pytest.mark.requirement("D-4")
+def test_shards_that_another_run_wrote_with_other_numbers_are_counted_and_told(
+    tmp_path, monkeypatch, caplog
+):
+    """Two jobs for one dataset at once: the first receipt of each shard counts."""
+    monkeypatch.setattr("tests.fakes.stage_shard", rivalled(fakes.stage_shard, {0, 2}))
+    driver = Driver(tmp_path, rows_of(10))
+    outcome = driver.run()
+    assert (outcome.superseded, outcome.resumed, len(outcome.receipts)) == ([0, 2], 0, 3)
+    features = load_dataset(driver.store, "d", verify="full").features
+    expected = np.concatenate([
+        fake_features(np.array(list(f"prompt {n}".encode()), np.int32), [parse_site("L1_block")])
+        for n in range(10)
+        if n != 3
+    ])  # fmt: skip
+    assert np.array_equal(features[:3], expected[:3] + 1)
+    assert np.array_equal(features[3:7], expected[3:7])
+    (told,) = caplog.messages
+    assert told.startswith("dataset d: each of the shards 0, 2 stood already when")
+    assert "what this run captured of it is not in the dataset" in told
+
+
+@pytest.mark.requirement("D-4")
+def test_shards_that_another_run_wrote_with_the_same_numbers_are_nothing_to_tell(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("tests.fakes.stage_shard", rivalled(fakes.stage_shard, ()))
+    outcome = Driver(tmp_path, rows_of(10)).run()
+    assert outcome.superseded == []
+    assert not caplog.messages
+
+
+@pytest.mark.requirement("D-4")
+def test_other_numbers_are_told_also_where_the_run_fails_afterwards(tmp_path, monkeypatch, caplog):
+    first_differs = rivalled(fakes.stage_shard, {0})
+    first_is_staged = threading.Event()
+
+    def stage(store, spec, shard, *rest):
+        if shard:
+            first_is_staged.wait(timeout=10)
+            time.sleep(0.1)
+            raise StorageError("disk full")
+        try:
+            return first_differs(store, spec, shard, *rest)
+        finally:
+            first_is_staged.set()
+
+    monkeypatch.setattr("tests.fakes.stage_shard", stage)
+    with pytest.raises(StorageError):
+        Driver(tmp_path, rows_of(10)).run()
+    (told,) = caplog.messages
+    assert told.startswith("dataset d: shard 0 stood already when")
 
 
 @pytest.mark.requirement("D-5", "D-8")

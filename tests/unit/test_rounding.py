@@ -13,14 +13,15 @@ SITE = HookSite(3, "attn_out")
 
 
 def rows_apart(apart, nearest):
-    """Two rows alone; the first as found in a batch, ``apart`` from itself, and from the other."""
-    alone = np.zeros((2, 8), np.float32)
+    """The first of three rows is ``apart`` from itself, and ``nearest`` from the second."""
+    alone = np.zeros((3, 8), np.float32)
     alone[0, 0] = 1
+    alone[2, 3] = 50
     found = alone.copy()
     found[0, 1] = apart
     alone[1] = found[0]
     alone[1, 2] = nearest
-    found[1] = alone[1]
+    found[1:] = alone[1:]
     return found, alone
 
 
@@ -73,6 +74,30 @@ def test_the_same_row_twice_is_no_other_row():
     found, alone = rows_apart(0.129, 0.7)
     found, alone = np.vstack([found, found[:1]]), np.vstack([alone, alone[:1]])
     assert expect_same_rows(SITE, found, alone, "bfloat16") == pytest.approx(0.129)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_without_another_row_nothing_tells_that_more_is_rounding(count):
+    alone = np.zeros((count, 8), np.float32)
+    alone[:, 0] = 1
+    found = alone.copy()
+    found[0, 1] = 0.09
+    assert expect_same_rows(SITE, found, alone, "bfloat16") == pytest.approx(0.09)
+    found[0, 1] = 0.129
+    with pytest.raises(CaptureError, match="there is no row of another prompt to tell it from"):
+        expect_same_rows(SITE, found, alone, "bfloat16")
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.29), ("float16", 1.14)])
+def test_what_is_off_at_most_rows_is_no_rounding(dtype, scale):
+    """A forgotten multiplier scales every row alike, and leaves other rows far away."""
+    alone = 9 * np.eye(5, 8, dtype=np.float32)
+    found = alone.copy()
+    found[:2] *= scale
+    assert expect_same_rows(SITE, found, alone, dtype) == pytest.approx(scale - 1, rel=1e-5)
+    found[:3] = scale * alone[:3]
+    with pytest.raises(CaptureError, match=rf"the median row's {scale - 1:.2e}, where"):
+        expect_same_rows(SITE, found, alone, dtype)
 
 
 def test_rows_of_neighbours_are_refused_in_16_bits():

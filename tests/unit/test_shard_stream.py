@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.fakes import MODEL, Application, FakeEngine, FakeTokenizer
+from tests.fakes import MODEL, Application, FakeEngine, FakeTokenizer, rivalled
 from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.engines import ActivationEngine
@@ -191,6 +191,20 @@ def test_while_one_shard_is_written_the_next_is_captured(engine, low, tmp_path, 
         )
         == 2
     )
+
+
+@pytest.mark.requirement("P-3", "D-4")
+def test_shards_that_another_run_wrote_with_other_numbers_are_counted(
+    engine, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("wllm_ray.engines.calls.stage_shard", rivalled(engine_stage(), {1}))
+    asked = {"storage": StorageOptions(rows_per_shard=10)}
+    stream = engine.stream_to_disk(rows(), tmp_path, "d", **asked)
+    assert [receipt.shard for receipt in stream] == [0, 1]
+    assert stream.superseded == (1,)
+    assert "dataset d: shard 1 stood already" in caplog.text
+    again = engine.stream_to_disk(rows(), tmp_path, "d", **asked)
+    assert (len(list(again)), again.superseded, again.manifest) == (2, (), stream.manifest)
 
 
 def engine_stage():

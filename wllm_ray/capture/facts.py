@@ -6,7 +6,6 @@ import os
 import platform
 from importlib import metadata
 
-import numpy as np
 import torch
 
 from wllm_ray._version import __version__
@@ -15,6 +14,9 @@ __all__ = ["batch_invariant", "device_name", "dtype_name", "library_versions", "
 
 # Extensions that change which matrix kernels run, beyond what PyTorch's capability name tells.
 _KERNEL_FLAGS = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "sve", "sve2")
+
+# Asked of the installation, not imported: the library never imports Ray.
+_LIBRARIES = ("transformers", "numpy", "pyarrow", "pydantic", "ray")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -45,13 +47,25 @@ def vllm_version() -> str:
     return str(vllm.__version__)
 
 
-def library_versions() -> dict[str, str]:
-    """The versions that enter a manifest."""
-    return {
+def library_versions(vllm: str | None = None) -> dict[str, str]:
+    """The versions that enter a manifest; what is not installed is left out.
+
+    Args:
+        vllm: That of the engine, where it is vLLM.
+    """
+    found = {
         "wllm_ray": __version__,
-        "vllm": vllm_version(),
-        "torch": torch.__version__,
-        "transformers": metadata.version("transformers"),
-        "numpy": np.__version__,
+        "vllm": vllm,
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,  # None in a build for CPUs
+        **{name: _installed(name) for name in _LIBRARIES},
         "python": platform.python_version(),
     }
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

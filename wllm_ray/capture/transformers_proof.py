@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import platform
-from importlib import metadata
-
-import numpy as np
 import torch
 
-from wllm_ray._version import __version__
 from wllm_ray.capture.anatomy import Anatomy
 from wllm_ray.capture.coverage import ChunkCapture, RowsWanted, SitesWanted
-from wllm_ray.capture.facts import device_name, dtype_name
+from wllm_ray.capture.facts import device_name, dtype_name, library_versions
 from wllm_ray.capture.precision import Precision
 from wllm_ray.capture.proof import NOT_TESTED, Names, Subject, proven
 from wllm_ray.capture.request import POSITIONS, support_of
@@ -63,7 +58,7 @@ def describe(
         positions=POSITIONS,
         depth_bounded=depth_bounded,
         fingerprint=fingerprint,
-        versions=_versions(),
+        versions=library_versions(),
         selftest=NOT_TESTED,
     )
 
@@ -112,16 +107,3 @@ def prove(
     )
     driver.anatomy, told = proven(proof, driver.anatomy, description)
     return told
-
-
-def _versions() -> dict[str, str]:
-    found = {
-        "wllm_ray": __version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
-    try:
-        return found | {"transformers": metadata.version("transformers")}
-    except metadata.PackageNotFoundError:
-        return found

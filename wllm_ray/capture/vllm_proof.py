@@ -53,7 +53,7 @@ def describe(driver: VLLMDriver, options: EngineOptions, names: Names) -> Engine
         positions=POSITIONS,
         depth_bounded=options.depth_bounded,
         fingerprint=fingerprint,
-        versions=library_versions(),
+        versions=library_versions(vllm_version()),
         selftest=NOT_TESTED,
     )
 

@@ -11,8 +11,16 @@ import typer
 from wllm_ray.cli.byte_bar import byte_bar
 from wllm_ray.cli.located import DatasetId, Root, located
 from wllm_ray.cli.options import AsJson, Quiet
-from wllm_ray.cli.reporting import FAILED, counted, print_json, reports_errors, say, say_error
-from wllm_ray.errors import InvalidInputError, NotFoundError
+from wllm_ray.cli.reporting import (
+    FAILED,
+    counted,
+    print_json,
+    printable,
+    reports_errors,
+    say,
+    say_error,
+)
+from wllm_ray.errors import InvalidInputError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
     from wllm_ray.dataset.reading.verify import VerifyReport
@@ -37,8 +45,8 @@ def verify(
 ) -> None:
     """Check every document and every byte of datasets, and list all faults.
 
-    Exit code 2 where there is a fault or a dataset is not there. With `--json`, one line for each
-    dataset.
+    Exit code 2 where there is a fault, or a dataset is not there or cannot be read. With `--json`,
+    one line for each dataset.
     """
     from wllm_ray.dataset.reading.verify import verify_dataset
 
@@ -47,12 +55,14 @@ def verify(
     for where, dataset_id in chosen:
         try:
             with byte_bar(dataset_id, quiet=quiet) as on_bytes:
-                found.add(verify_dataset(where, dataset_id, on_bytes=on_bytes))
-        except NotFoundError as error:
-            found.add_missing(dataset_id, error)
+                report = verify_dataset(where, dataset_id, on_bytes=on_bytes)
+        except (NotFoundError, StorageError) as error:
+            found.add_unread(dataset_id, error)
+        else:
+            found.add(report)
     if not as_json:
         found.print_end(len(chosen))
-    if found.faulty or found.missing:
+    if not found.all_good:
         raise typer.Exit(FAILED)
 
 
@@ -115,13 +125,20 @@ class _Verified:
         as_json: Tell it to programs.
         faulty: Ids of those with a fault.
         missing: Ids of those that are not committed.
+        unreadable: Ids of those that the storage root did not give.
         advice: What to do, each once, in the order found.
     """
 
     as_json: bool
     faulty: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
     advice: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def all_good(self) -> bool:
+        """Whether all are there, and without a fault."""
+        return not (self.faulty or self.missing or self.unreadable)
 
     def add(self, report: VerifyReport) -> None:
         """Tell of a dataset that is committed."""
@@ -135,9 +152,10 @@ class _Verified:
         else:
             _print_report(report)
 
-    def add_missing(self, dataset_id: str, error: NotFoundError) -> None:
-        """Tell of one that is not."""
-        self.missing.append(dataset_id)
+    def add_unread(self, dataset_id: str, error: NotFoundError | StorageError) -> None:
+        """Tell of one that is not, or that cannot be read."""
+        which = self.missing if isinstance(error, NotFoundError) else self.unreadable
+        which.append(dataset_id)
         say_error(error)
         if self.as_json:
             print_json({"dataset_id": dataset_id, "ok": False, **error.to_json()})
@@ -155,6 +173,7 @@ class _Verified:
         for ids, one, more in (
             (self.faulty, "has faults", "have faults"),
             (self.missing, "is not committed", "are not committed"),
+            (self.unreadable, "cannot be read", "cannot be read"),
         ):
             if ids:
                 said = one if len(ids) == 1 else more
@@ -173,9 +192,9 @@ def _print_report(report: VerifyReport) -> None:
         # Some messages begin with their file themselves.
         told = fault.message.removeprefix(f"{folder(report.dataset_id)}/")
         told = told.removeprefix(f"{fault.file}: ")
-        typer.echo(f"  fault [{fault.code}] {fault.file}: {told}")
+        typer.echo(printable(f"  fault [{fault.code}] {fault.file}: {told}"))
     for note in report.notes:
-        typer.echo(f"  note: {note}")
+        typer.echo(printable(f"  note: {note}"))
 
 
 def _print_table(facts: dict[str, Any]) -> None:
@@ -190,10 +209,10 @@ def _print_table(facts: dict[str, Any]) -> None:
 
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
-        return "\n".join(f"{key}: {_shown(inner)}" for key, inner in value.items())
+        return "\n".join(f"{printable(key)}: {_shown(inner)}" for key, inner in value.items())
     if isinstance(value, (list, tuple)) and value:
         return ", ".join(map(_shown, _first_few(value)))
-    return "–" if value in (None, [], ()) else str(value)
+    return "–" if value in (None, [], ()) else printable(str(value))
 
 
 def _first_few(values: Sequence[Any]) -> Sequence[Any]:

@@ -17,8 +17,16 @@ if TYPE_CHECKING:
 __all__ = ["gc"]
 
 Delete = Annotated[bool, typer.Option("--delete", help="Remove what is listed.")]
+# A hundred years and more; an age of much more begins before the first date that Python knows.
+LONGEST_H = 1_000_000
+
 OlderThan = Annotated[
-    float, typer.Option(min=0, help="Hours; younger files are left, a writer may be at work.")
+    float,
+    typer.Option(
+        min=0,
+        max=LONGEST_H,
+        help="Hours; younger files are left, a writer may be at work.",
+    ),
 ]
 Abandon = Annotated[
     bool,

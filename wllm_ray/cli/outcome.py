@@ -24,7 +24,8 @@ def report(store: Store, outcome: JobOutcome, rows: RowSource) -> int:
     _say_result(outcome, failures)
     ran = {
         "shards_resumed": outcome.resumed,
-        "shards_written": len(outcome.receipts) - outcome.resumed,
+        "shards_written": len(outcome.receipts) - outcome.resumed - len(outcome.superseded),
+        "shards_superseded": len(outcome.superseded),
         "exit_code": code,
     }
     print_json(summary | ran)

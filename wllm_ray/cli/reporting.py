@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import select
@@ -33,6 +34,7 @@ __all__ = [
     "fail",
     "needs_extra",
     "print_json",
+    "printable",
     "reports_errors",
     "say",
     "say_error",
@@ -55,6 +57,21 @@ ADVICE = {"unauthorized": "set WLLM_API_KEY to the application's key"}
 def counted(count: int, noun: str) -> str:
     """`1 file`, `2 files`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """Text as it can be shown: what is no letter, sign or space is escaped.
+
+    A terminal would obey control characters, and half a surrogate pair has no bytes.
+
+    Args:
+        text: Text of which nobody knows where it has been.
+        keep: Characters that stay all the same.
+    """
+    return "".join(
+        one if one.isprintable() or one in keep else one.encode("unicode_escape").decode()
+        for one in text
+    )
 
 
 def say(text: str) -> None:
@@ -115,7 +132,10 @@ class EndsWithJson(Command):
 
 
 def reports_errors(command: Callable[P, Result]) -> Callable[P, Result]:
-    """Turn exceptions of a command into messages and exit codes."""
+    """Turn exceptions of a command into messages and exit codes.
+
+    What stdout's encoding has no bytes for is escaped.
+    """
     return _reporting(command, lambda _end: None)
 
 
@@ -129,6 +149,7 @@ def _reporting(
 ) -> Callable[P, Result]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        _escape_what_stdout_cannot_say()
         # Twice: what the command writes, and what is written about its end.
         with _ends_with_reader(), _sigterm_interrupts() as interrupted_code:
             try:
@@ -150,6 +171,13 @@ def _reporting(
                 raise typer.Exit(FAILED) from None
 
     return run
+
+
+def _escape_what_stdout_cannot_say() -> None:
+    """As stderr does from the beginning; for the rest of the process, which is the command's."""
+    # Not every stream that takes stdout's place has this.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager
@@ -209,7 +237,7 @@ def say_error(error: WLLMError) -> None:
             lines.append(f"  and {more} more")
     if advice := ADVICE.get(error.code):
         lines.append(f"  {advice}")
-    say("\n".join(lines))
+    say(printable("\n".join(lines), keep="\n"))
 
 
 def _line_problems(error: WLLMError) -> list[dict[str, Any]]:

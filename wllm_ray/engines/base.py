@@ -13,13 +13,12 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
 from wllm_ray.capture.protocol import Engine
-from wllm_ray.dataset.format.manifest import Manifest
 from wllm_ray.dataset.stores.store import Root, open_store
 from wllm_ray.engines.activations import Activations, put_together
 from wllm_ray.engines.auto_batch import AutoBatch, Batching, batching_of
 from wllm_ray.engines.calls import CALLS_AT_ONCE, Calls, write_dataset
 from wllm_ray.engines.options import refuse
-from wllm_ray.engines.stream import ReceiptQueue, ShardStream
+from wllm_ray.engines.stream import ReceiptQueue, ShardStream, Written
 from wllm_ray.engines.thread import EngineThread
 from wllm_ray.engines.wanted import Sites, Wanted, site_names
 from wllm_ray.inputs import Input, as_list, input_rows
@@ -228,7 +227,7 @@ class ActivationEngine:
         )
         spec, store = spec_of(plan), open_store(root)
 
-        async def write(receipts: ReceiptQueue) -> Manifest:
+        async def write(receipts: ReceiptQueue) -> Written:
             calls = self._calls(plan.captured, batching)
             return await write_dataset(calls, store, plan, spec, receipts)
 

@@ -14,7 +14,7 @@ from wllm_ray.dataset.format.manifest import DatasetSpec, Manifest
 from wllm_ray.dataset.stores.store import Store
 from wllm_ray.dataset.writing.writer import StageResult, commit_manifest, stage_shard
 from wllm_ray.engines.auto_batch import Batching
-from wllm_ray.engines.stream import ReceiptQueue
+from wllm_ray.engines.stream import ReceiptQueue, Written
 from wllm_ray.job.run import Job, RunOptions, run_job
 from wllm_ray.job.source import NamedRows, SourcePlan, read_shards
 from wllm_ray.plan import Shard
@@ -79,7 +79,7 @@ class Calls:
 
 async def write_dataset(
     calls: Calls, store: Store, plan: SourcePlan, spec: DatasetSpec, receipts: ReceiptQueue
-) -> Manifest:
+) -> Written:
     """Capture and write what is missing of a dataset, then commit it.
 
     Args:
@@ -124,4 +124,4 @@ async def write_dataset(
         identity = plan.selection.identity
         records = list(make_records(plan.rows(), identity))
         raise rows_failed(records, outcome.transient)
-    return outcome.manifest
+    return Written(outcome.manifest, outcome.superseded)

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from wllm_ray.dataset.format.manifest import DatasetSpec, Manifest, Receipt
 from wllm_ray.engines.thread import EngineThread
 from wllm_ray.job.progress import Progress
 
-__all__ = ["ReceiptQueue", "ShardStream"]
+__all__ = ["ReceiptQueue", "ShardStream", "Written"]
 
 # Receipts that lie there before the consumer has taken the one before them.
 AHEAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What came of a stream that ended well.
+
+    Attributes:
+        manifest: The committed dataset.
+        superseded: Shards that were captured here and that another attempt had written by then,
+            with other numbers.
+    """
+
+    manifest: Manifest
+    superseded: Sequence[int]
 
 
 class ReceiptQueue(Progress):
@@ -44,7 +59,7 @@ class ReceiptQueue(Progress):
 
 
 # Writes the dataset and commits it.
-Run: TypeAlias = Callable[[ReceiptQueue], Coroutine[object, object, Manifest]]
+Run: TypeAlias = Callable[[ReceiptQueue], Coroutine[object, object, Written]]
 
 
 class ShardStream(Iterator[Receipt]):
@@ -64,11 +79,14 @@ class ShardStream(Iterator[Receipt]):
     Attributes:
         spec: What is asked: the dataset's id and how the rows fall into shards.
         manifest: The committed dataset, once iteration has ended.
+        superseded: Numbers of the shards that were captured here and that another attempt had
+            written by then, with other numbers: the first one counts. Once iteration has ended.
     """
 
     def __init__(self, spec: DatasetSpec, run: Run, thread: EngineThread) -> None:
         self.spec = spec
         self.manifest: Manifest | None = None
+        self.superseded: tuple[int, ...] = ()
         # The generator does not refer to this object: letting go of it ends the generator.
         self._receipts = _receipts(run, thread)
 
@@ -76,7 +94,8 @@ class ShardStream(Iterator[Receipt]):
         try:
             return next(self._receipts)
         except StopIteration as end:
-            self.manifest = end.value or self.manifest
+            if (written := end.value) is not None:
+                self.manifest, self.superseded = written.manifest, tuple(written.superseded)
             raise
 
     def close(self) -> None:
@@ -84,7 +103,7 @@ class ShardStream(Iterator[Receipt]):
         self._receipts.close()
 
 
-def _receipts(run: Run, thread: EngineThread) -> Generator[Receipt, None, Manifest]:
+def _receipts(run: Run, thread: EngineThread) -> Generator[Receipt, None, Written]:
     queue = ReceiptQueue()
     job = thread.run(_begin(run, queue))
     early: dict[int, Receipt] = {}
@@ -102,23 +121,23 @@ def _receipts(run: Run, thread: EngineThread) -> Generator[Receipt, None, Manife
         thread.cancel(job)
 
 
-async def _begin(run: Run, queue: ReceiptQueue) -> asyncio.Task[Manifest]:
+async def _begin(run: Run, queue: ReceiptQueue) -> asyncio.Task[Written]:
     job = asyncio.get_running_loop().create_task(_run_to_end(run, queue))
     # Marks its exception as seen where nobody asks any more.
     job.add_done_callback(lambda done: done.cancelled() or done.exception())
     return job
 
 
-async def _run_to_end(run: Run, queue: ReceiptQueue) -> Manifest:
+async def _run_to_end(run: Run, queue: ReceiptQueue) -> Written:
     """End the queue with the job; when it is cancelled, nobody asks any more."""
     try:
-        manifest = await run(queue)
+        written = await run(queue)
     except Exception:
         await queue.end()
         raise
     await queue.end()
-    return manifest
+    return written
 
 
-async def _result(job: asyncio.Task[Manifest]) -> Manifest:
+async def _result(job: asyncio.Task[Written]) -> Written:
     return await job

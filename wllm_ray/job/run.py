@@ -8,11 +8,12 @@ are captured.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from wllm_ray.coordinator import Coordinator, FlowLimits
+from wllm_ray.coordinator import Coordinator, FlowLimits, JobReport
 from wllm_ray.dataset.format.layout import folder, manifest_key
 from wllm_ray.dataset.format.manifest import DatasetSpec, Manifest, Receipt
 from wllm_ray.dataset.stores.store import Store
@@ -26,6 +27,9 @@ from wllm_ray.records import Chunk, RowFailure
 __all__ = ["Job", "JobOutcome", "RunOptions", "run_job"]
 
 Payload = TypeVar("Payload")
+
+_LISTED = 20
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,8 @@ class JobOutcome:
         receipts: Shard number → receipt, for all shards that are written.
         resumed: How many of them were there before.
         transient: Row index → failure that may pass.
+        superseded: Numbers of the shards that this run captured and that another attempt had
+            written by then, with other numbers; the first receipt counts.
     """
 
     spec: DatasetSpec
@@ -85,6 +91,7 @@ class JobOutcome:
     receipts: Mapping[int, Receipt]
     resumed: int
     transient: Mapping[int, RowFailure]
+    superseded: Sequence[int] = ()
 
 
 async def run_job(store: Store, job: Job[Payload], progress: Progress | None = None) -> JobOutcome:
@@ -104,11 +111,15 @@ async def run_job(store: Store, job: Job[Payload], progress: Progress | None = N
     receipts = await asyncio.to_thread(_begin, store, job)
     resumed = len(receipts)
     heard.planned(job.spec, receipts)
-    transient: Mapping[int, RowFailure] = {}
+    report = JobReport()
     if resumed < len(job.spec.shards):
-        transient = await _capture_missing(job, receipts, heard)
-    manifest = None if transient else await job.commit(job.spec.dataset_id)
-    return JobOutcome(job.spec, manifest, receipts, resumed, transient)
+        try:
+            await _capture_missing(job, receipts, heard, report)
+        finally:
+            _warn_of_superseded(job.spec.dataset_id, report.superseded)
+    manifest = None if report.transient else await job.commit(job.spec.dataset_id)
+    superseded = sorted(report.superseded)
+    return JobOutcome(job.spec, manifest, receipts, resumed, report.transient, superseded)
 
 
 def _begin(store: Store, job: Job[Payload]) -> dict[int, Receipt]:
@@ -135,9 +146,9 @@ def _expect_nothing(store: Store, dataset_id: str) -> None:
 
 
 async def _capture_missing(
-    job: Job[Payload], receipts: dict[int, Receipt], progress: Progress
-) -> Mapping[int, RowFailure]:
-    """Capture and stage the shards without receipt; returns what may be retried."""
+    job: Job[Payload], receipts: dict[int, Receipt], progress: Progress, report: JobReport
+) -> None:
+    """Capture and stage the shards without receipt."""
 
     async def stage(shard: Shard, payloads: Sequence[Payload]) -> StageResult:
         result = await job.stage(job.spec, shard, payloads)
@@ -154,4 +165,21 @@ async def _capture_missing(
         on_chunk=progress.captured,
     )
     missing = job.shards(frozenset(receipts))
-    return (await coordinator.run(missing, job.options.batch_size)).transient
+    await coordinator.run(missing, job.options.batch_size, report)
+
+
+def _warn_of_superseded(dataset_id: str, shards: Sequence[int]) -> None:
+    """Say once what it means that other numbers count than those of this run."""
+    if not shards:
+        return
+    listed = ", ".join(map(str, sorted(shards)[:_LISTED]))
+    listed += f" and {len(shards) - _LISTED} more" if len(shards) > _LISTED else ""
+    _log.warning(
+        "dataset %s: %s %s stood already when this run had captured it: another run or attempt "
+        "wrote it first, and what that measured differs from what this run measured. The first "
+        "one counts; what this run captured of it is not in the dataset. Rounding is enough for "
+        "this in class `tolerance`; in class `bitwise`, look for what differs between the engines",
+        dataset_id,
+        "shard" if len(shards) == 1 else "each of the shards",
+        listed,
+    )
