@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from dataset_builders import (
     FAILED_ROW,
@@ -22,6 +23,7 @@ from dataset_builders import (
     write_dataset,
 )
 
+from wllm_ray.dataset.format.layout import ROWS_SUFFIX
 from wllm_ray.dataset.format.manifest import document_bytes
 from wllm_ray.dataset.reading import staged
 from wllm_ray.dataset.stores.store import open_store
@@ -494,6 +496,79 @@ def test_a_shard_of_another_replica_keeps_its_own_self_test(store, spec, rows):
     manifest = commit_manifest(store, "d")
     seconds = [shard.selftest and shard.selftest.seconds for shard in manifest.shards]
     assert (manifest.selftest.seconds, seconds) == (0.0, [None, 1.0, 2.0])
+
+
+@pytest.mark.requirement("D-2")
+@pytest.mark.parametrize("measured", [(0.25, 0.5, 0.125), (None, 0.125, None), (None, None, None)])
+def test_the_bound_of_a_dataset_is_the_largest_of_its_replicas(store, spec, rows, measured):
+    create_spec(store, spec)
+    for shard, bound in enumerate(measured):
+        part = rows_of(spec, rows, shard)
+        chunk = capture(part, spec)
+        selftest = chunk.description.selftest.model_copy(update={"measured_relative_l2": bound})
+        described = chunk.description.model_copy(
+            update={"selftest": None if bound is None else selftest}
+        )
+        stage_shard(store, spec, shard, part, [replace(chunk, description=described)])
+    largest = max((bound for bound in measured if bound is not None), default=None)
+    assert commit_manifest(store, "d").measured_relative_l2 == largest
+
+
+@pytest.mark.requirement("D-2")
+def test_positions_that_were_captured_again_are_counted(store, spec, rows):
+    """Over all chunks of a shard."""
+    create_spec(store, spec)
+    for shard in range(3):
+        part = rows_of(spec, rows, shard)
+        chunks = [
+            replace(capture([row], spec), recaptured=10 * shard + at)
+            for at, row in enumerate(part)
+            if row.failure is None
+        ]
+        receipt = stage_shard(store, spec, shard, part, chunks).receipt
+        assert receipt.recaptured == sum(chunk.recaptured for chunk in chunks)
+    # Row 1 failed before it ran.
+    assert [shard.recaptured for shard in commit_manifest(store, "d").shards] == [2, 33, 41]
+
+
+class Keeping:
+    """A store that keeps what it is given to write, as it is given."""
+
+    def __init__(self, store) -> None:
+        self._store = store
+        self.written = {}
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def put_content(self, prefix, suffix, data):
+        self.written[suffix] = data
+        return self._store.put_content(prefix, suffix, data)
+
+
+@pytest.mark.requirement("R-2")
+@pytest.mark.parametrize("shard_format", ["npy", "arrow"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"sites": ("embed", "L2_mlp_out")},
+        {"sites": ("embed",), "site_widths": (6,), "shard_layout": "per_site"},
+    ],
+)
+def test_an_array_of_all_columns_is_written_from_the_memory_that_was_captured(
+    store, rows, shard_format, shape
+):
+    spec = make_spec(rows, per_shard=8, shard_format=shard_format, **shape)
+    chunks = [capture(part, spec) for part in (rows[:5], rows[5:])]
+    keeping = Keeping(store)
+    create_spec(store, spec)
+    stage_shard(keeping, spec, 0, rows, chunks)
+    (parts,) = (data for suffix, data in keeping.written.items() if suffix != ROWS_SUFFIX)
+    captured = [
+        chunk for part in parts for chunk in chunks if np.shares_memory(part, chunk.features)
+    ]
+    assert sum(map(len, parts)) > sum(chunk.features.nbytes for chunk in chunks)
+    assert captured == chunks
 
 
 @pytest.mark.requirement("D-2")
