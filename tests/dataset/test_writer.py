@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +22,12 @@ from dataset_builders import (
     write_dataset,
 )
 
+from tests.fakes import Application, FakeEngine, fake_description
+from wllm_ray.capture.model_files import resolve_model
 from wllm_ray.dataset.format.layout import ROWS_SUFFIX
 from wllm_ray.dataset.format.manifest import document_bytes
 from wllm_ray.dataset.reading import staged
+from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.dataset.writing import writer
 from wllm_ray.dataset.writing.writer import (
@@ -38,6 +40,7 @@ from wllm_ray.dataset.writing.writer import (
 )
 from wllm_ray.errors import ConflictError, IntegrityError, NotFoundError, RowsFailedError
 from wllm_ray.records import RowFailure
+from wllm_ray.requests import read_request
 
 pytestmark = pytest.mark.requirement("D-4")
 
@@ -571,13 +574,45 @@ def test_an_array_of_all_columns_is_written_from_the_memory_that_was_captured(
     assert captured == chunks
 
 
+PRIVATE = "somebody"
+
+
 @pytest.mark.requirement("D-2")
-def test_no_document_holds_a_path_or_prompt(local, tmp_path, rows):
-    write_dataset(local, rows)
-    for path in tmp_path.rglob("*.json"):
-        text = path.read_text(encoding="utf-8")
-        assert str(tmp_path) not in text
-        assert "p3" not in json.loads(text)
+@pytest.mark.parametrize("persistence", ["dataset", "full_trace"])
+async def test_no_document_holds_a_path_or_prompt(tmp_path, persistence):
+    """Nor does any other file: from the request on, with a model out of somebody's folder."""
+    model = tmp_path / PRIVATE / "models/tiny"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    identity = resolve_model(str(model))
+    root = tmp_path / f"root-of-{PRIVATE}"
+    wrong = RowFailure.of("non_finite", "not a number")
+    fingerprint = fake_description().fingerprint
+    fingerprint = fingerprint.model_copy(update={"model_revision": identity.revision})
+    named = {"model": identity, "served_model_name": "tiny", "fingerprint": fingerprint}
+    engine = FakeEngine(
+        fake_description(**named),
+        fault=lambda row: wrong if row.index == 1 else None,
+    )
+    app = Application(open_store(root), engine=engine)
+    prompts = [f"{PRIVATE}'s text {n}" for n in range(4)]
+    content = [{"prompt": text} for text in prompts]
+    content += [{"messages": [{"role": "user", "content": f"{PRIVATE}'s words"}]}]
+    content += [{"prompt": f"{PRIVATE} goes on " * 9}]  # longer than the model takes
+    content += [{"messages": [{"role": PRIVATE, "content": PRIVATE}]}]  # refused by the template
+    rows = [{"id": f"r{n}", **one, "metadata": {"n": n}} for n, one in enumerate(content)]
+    request = {"model": "tiny", "rows": rows, "layers": [1], "rows_per_shard": 3}
+    asked = read_request(request | {"persistence": persistence, "dataset_id": "d"})
+    answer = await app.service.extract_dataset(asked)
+    assert (answer.dataset.rows, answer.dataset.rows_failed) == (7, 3)
+    assert load_dataset(root, "d").manifest.model == identity
+    for path in root.rglob("*"):
+        assert PRIVATE not in str(path.relative_to(root))
+        if path.is_file():
+            data = path.read_bytes()
+            assert PRIVATE.encode() not in data, path.name
+            assert str(tmp_path).encode() not in data, path.name
+    assert b'"name":"tiny"' in (root / "datasets/d/manifest.json").read_bytes()
 
 
 @pytest.mark.requirement("D-5")
