@@ -17,9 +17,11 @@ from dataset_builders import FAILED_ROW, make_rows, make_spec, value_of, write_d
 import wllm_ray.dataset
 from wllm_ray import digest
 from wllm_ray.dataset.format.features import npy_header
+from wllm_ray.dataset.format.layout import file_name, receipt_key, receipt_shard
 from wllm_ray.dataset.format.manifest import DatasetSpec, Manifest, Receipt
 from wllm_ray.dataset.format.rows import ROWS_SCHEMA
 from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.tools.folders import content_shard
 from wllm_ray.errors import ROW_FAILURE_CODES
 
 pytestmark = pytest.mark.requirement("D-1", "D-3")
@@ -170,6 +172,24 @@ def test_the_rows_table_is_the_same_bytes_every_time(local):
     second = write_dataset(local, rows, dataset_id="two")
     assert [s.files for s in first.shards] == [s.files for s in second.shards]
     assert make_spec(rows).rows == 5
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shard", [0, 7, 99_999, 100_000, 1_234_567, 999_999_999])
+def test_shard_numbers_have_five_digits_or_more(shard):
+    name = receipt_key("d", shard).rpartition("/")[2]
+    assert name == f"shard-{str(shard).rjust(5, '0')}.receipt.json"
+    assert receipt_shard(name) == shard
+    name = file_name(shard, "0123456789abcdef" * 4, ".embed.npy")
+    assert name == f"shard-{str(shard).rjust(5, '0')}-0123456789abcdef.embed.npy"
+    assert content_shard(name) == shard
+
+
+@pytest.mark.parametrize("digits", ["", "1", "0001", "000001", "0100000", "0000\u0661", "-0001"])
+def test_a_receipt_has_one_name_alone(digits):
+    assert receipt_shard(f"shard-{digits}.receipt.json") is None
 
 
 # --- the reader that the page ends with -----------------------------------------------------------

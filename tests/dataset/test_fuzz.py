@@ -30,8 +30,8 @@ from wllm_ray.errors import WLLMError
 pytestmark = pytest.mark.requirement("D-6")
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-FAST = settings(max_examples=60, deadline=None, suppress_health_check=CHECKS)
-LONG = settings(max_examples=3000, deadline=None, suppress_health_check=CHECKS)
+FAST = settings(max_examples=60, suppress_health_check=CHECKS)
+LONG = settings(max_examples=3000, suppress_health_check=CHECKS)
 
 
 @functools.cache

@@ -82,7 +82,7 @@ def expect_values(dataset, spec, good):
         assert np.array_equal(side_by_side[start:stop], one)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     attempts(),
     st.sampled_from(POSITIONS),
@@ -113,7 +113,7 @@ def test_any_chunking_gives_the_same_bytes(attempt, position, layout, shard_form
 
 
 @pytest.mark.requirement("D-9")
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(attempts(), st.sampled_from(["npy", "arrow"]))
 def test_traces_are_the_same_however_they_were_chunked(attempt, shard_format):
     """And the features beside them are those of the dataset without traces."""

@@ -404,9 +404,9 @@ class Protocol(RuleBasedStateMachine):
 
 
 TestProtocol = Protocol.TestCase
-TestProtocol.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestProtocol.settings = settings(max_examples=50, stateful_step_count=40)
 
 
 @pytest.mark.slow
 class TestLongHistories(Protocol.TestCase):
-    settings = settings(max_examples=1000, stateful_step_count=60, deadline=None)
+    settings = settings(max_examples=1000, stateful_step_count=60)

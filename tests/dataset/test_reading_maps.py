@@ -183,6 +183,39 @@ def test_what_is_no_regular_file_is_no_file(local, dataset, read, place):
     assert {fault.code for fault in verify_dataset(local, "d").faults} == {"file_missing"}
 
 
+@pytest.mark.requirement("D-6")
+@pytest.mark.parametrize("read", [read for read in READS if read != "staged"])  # maps nothing
+def test_a_link_that_takes_the_place_of_a_file_meanwhile_is_not_followed(
+    local, dataset, tmp_path, monkeypatch, read
+):
+    """After it was found to lead nowhere else, and before it is opened."""
+    names = {entry.name for entry in dataset.manifest.shards[1].files}
+    real = type(local).local_path
+
+    def local_path(store, key):
+        path = real(store, key)
+        if path is not None and path.name in names and not path.is_symlink():
+            # The very same bytes, so that nothing but the link is wrong.
+            path.rename(tmp_path / path.name)
+            path.symlink_to(tmp_path / path.name)
+        return path
+
+    monkeypatch.setattr(type(local), "local_path", local_path)
+    with pytest.raises(IntegrityError, match="it is missing") as error:
+        READS[read](load_dataset(local, "d"))
+    assert error.value.code == "file_missing"
+
+
+@pytest.mark.requirement("D-6")
+@pytest.mark.parametrize("mapped", [maps.map_file, maps.map_privately])
+@pytest.mark.parametrize("size", [5, maps.MAPPED_FROM])
+def test_no_link_is_mapped(tmp_path, mapped, size):
+    (tmp_path / "file").write_bytes(b"x" * size)
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert mapped(tmp_path / "file").size == size
+    assert mapped(tmp_path / "link") is None
+
+
 def test_a_map_that_fails_says_what_to_do(dataset, monkeypatch):
     """As where other libraries have mapped so many files that none is left."""
     monkeypatch.setattr(maps, "MAPPED_FROM", 1)

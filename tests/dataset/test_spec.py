@@ -80,6 +80,33 @@ def test_rows_of_fixed_length_are_cut_by_number_whatever_their_tokens(position, 
     assert counts(spec_of(records(IDS), position, feature_rows=4)) == expected
 
 
+@pytest.mark.requirement("D-8", "D-9")
+@pytest.mark.parametrize(
+    ("position", "dtype", "fits"),
+    [
+        # The first three rows: vectors of 8 values, and 64 bytes of traces for each of 12 tokens.
+        ("last_prompt", "float32", 3 * 32 + 12 * 64),
+        ("all_prompt", "float32", 12 * 32 + 12 * 64),
+        # Traces are float32 whatever the features are.
+        ("last_prompt", "float16", 3 * 16 + 12 * 64),
+    ],
+)
+def test_features_and_traces_together_keep_the_bound(position, dtype, fits):
+    sites = ("L0_resid_post", "L2_resid_post")
+    for spare, expected in ((0, [3, 1, 2]), (-1, [2, 1, 1, 2])):
+        spec = build_spec(
+            description(),
+            identity(position, sites),
+            records(IDS, position),
+            site_widths=(4, 4),
+            dataset_id="d",
+            limits=ShardLimits(4096, fits + spare),
+            storage=StorageOptions(full_trace=True, storage_dtype=dtype),
+        )
+        assert spec.trace.site_widths == (4, 4, 4, 4)
+        assert counts(spec) == expected
+
+
 @pytest.mark.requirement("D-8", "S-4")
 def test_the_cut_does_not_depend_on_who_tokenises_or_on_what_failed():
     """A client without a tokenizer, and a server that knows ids and failures, plan alike."""

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import numpy as np
 import pytest
+from dataset_builders import make_rows
+from reading_builders import write_exact
 
 from tests.servers import stores
 from tests.servers.faults import DROPPED, LOST, STALLED, Fault, FaultProxy, refused
+from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.stores import remote as remote_module
 from wllm_ray.dataset.stores import remote_client
 from wllm_ray.dataset.stores.store import open_store
@@ -187,6 +192,34 @@ def test_a_server_that_answers_with_less_is_an_error(store, proxy, read):
         READS[read](store, 16)
 
 
+def test_ranges_that_are_far_apart_cost_no_more_bytes_than_they_have(store, proxy):
+    """Neighbours share a request, since a request costs as long as a MiB or so."""
+    data = os.urandom(9 << 20)
+    store.put("a", data, mode="overwrite")
+    near, far, end = 1000, 5 << 20, len(data)
+    asked = [(far, far + 10), (0, 10), (end - 10, end), (near, near + 10)]
+    proxy.clear()
+    found = store.get_ranges("a", asked)
+    assert [bytes(part) for part in found] == [data[start:stop] for start, stop in asked]
+    assert heard(proxy, "GET") == 3
+    assert proxy.answered == (near + 10) + 10 + 10
+
+
+@pytest.mark.requirement("P-4")
+def test_two_rows_of_a_large_file_are_fetched_alone(store, proxy):
+    """Of a file whose first and last row are farther apart than a request is worth."""
+    width = 1 << 15
+    rows = make_rows(40)
+    (expected,) = write_exact(store, rows, site_widths=(width,), per_shard=40)
+    dataset = load_dataset(store, "d", verify="off")
+    (entry,) = dataset.manifest.shards[0].features_files
+    ids = dataset.row_ids
+    proxy.clear()
+    found = dataset.select([ids[0], ids[-1]]).features
+    assert np.array_equal(found, expected[[0, -1]])
+    assert 2 * 4 * width <= proxy.answered < 2 * 4 * width + 20_000 < entry.bytes / 10
+
+
 LARGE = bytes(20 << 20)
 
 
@@ -207,10 +240,13 @@ def test_an_upload_whose_part_is_refused_is_taken_back(store, proxy):
     assert store.list("d") == []
 
 
-def test_an_upload_has_few_parts_under_way(store, proxy):
-    store.put_content("d/s-", ".npy", bytes(48 << 20))
+def test_an_upload_has_few_parts_under_way(store, proxy, monkeypatch):
+    """Of many, so that more could be."""
+    monkeypatch.setattr(remote_module, "PART_BYTES", 5 << 20)  # the least that S3 takes
+    store.put_content("d/s-", ".npy", bytes(24 * 5 << 20))
+    assert sum("partNumber" in path for _, path in proxy.heard) == 24
     # The client does not wait before it sends the last one.
-    assert 1 < proxy.most_at_once <= remote_module.PARTS_IN_FLIGHT + 1
+    assert 1 < proxy.most_at_once <= remote_module.PARTS_IN_FLIGHT + 1 == 5
 
 
 SECRET = "AKIASECRETSECRET"
@@ -247,6 +283,45 @@ def test_an_object_that_is_not_there_stays_not_found(store, proxy):
     with pytest.raises(NotFoundError, match="no a under"):
         store.get("a")
     assert heard(proxy, "GET") == 1
+
+
+TIME_OUTS = ("timeout", "connect_timeout", "read_timeout")
+
+
+@pytest.mark.parametrize("name", TIME_OUTS)
+@pytest.mark.parametrize(
+    ("root", "prefix"),
+    [("s3://b/x", "AWS_"), ("az://b/x", "AZURE_"), ("gs://b/x", "GOOGLE_")],
+)
+def test_time_outs_are_those_of_the_environment_or_ours(monkeypatch, name, root, prefix):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    opened = []
+    real = remote_client.from_url
+
+    def from_url(uri, *, client_options, **options):
+        opened.append(client_options)
+        return real(uri, client_options=client_options, **options)
+
+    monkeypatch.setattr(remote_client, "from_url", from_url)
+    open_store(root)
+    monkeypatch.setenv(f"{prefix}{name.upper()}", "77s")
+    open_store(root)
+    ours, theirs = opened
+    assert all(isinstance(ours[one], timedelta) for one in TIME_OUTS)
+    assert theirs == ours | {name: "77s"}
+
+
+@pytest.mark.parametrize("name", ["AWS_TIMEOUT", "AWS_READ_TIMEOUT"])
+def test_no_answer_is_waited_for_longer_than_the_environment_says(store, proxy, monkeypatch, name):
+    monkeypatch.setattr(remote_client, "RETRY_TIMEOUT", timedelta(seconds=0.7))
+    monkeypatch.setenv(name, "500ms")
+    impatient = open_store(store.uri)
+    proxy.script(*[STALLED] * ALWAYS, on="GET")
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="no answer in time"):
+        impatient.get("a")
+    # Ours are 20 s and more.
+    assert time.monotonic() - began < 15
 
 
 def test_a_dead_address_is_a_storage_error_in_bounded_time(impatient, monkeypatch):

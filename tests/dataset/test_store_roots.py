@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import traceback
 from pathlib import Path
 
 import pytest
+from dataset_builders import make_rows, write_dataset
+from typer.testing import CliRunner
 
 from tests.servers import stores
+from wllm_ray.cli import app as wllm
 from wllm_ray.cli.located import located
+from wllm_ray.dataset.format.manifest import TraceSpec
 from wllm_ray.dataset.reading.reader import load_dataset
+from wllm_ray.dataset.reading.verify import verify_dataset
 from wllm_ray.dataset.stores import remote, remote_client
+from wllm_ray.dataset.stores.probing import expect_create_only
 from wllm_ray.dataset.stores.store import open_store
-from wllm_ray.errors import InvalidInputError, StorageError
+from wllm_ray.dataset.tools.merge import merge_datasets
+from wllm_ray.errors import InvalidInputError, StorageError, WLLMError
 
 pytestmark = pytest.mark.requirement("D-1")
 
@@ -146,6 +154,75 @@ def test_credentials_come_from_the_environment_and_are_shown_nowhere(s3_root, mo
     store = open_store(s3_root)
     store.put("a", b"x")
     assert SECRET not in f"{store.uri} {store!r} {vars(store)}"
+
+
+@pytest.fixture
+def secrets(s3_root, monkeypatch):
+    """A root on a server that takes any credentials, and some that can be told from all else."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(name, f"{SECRET}{name}")
+    return s3_root
+
+
+@pytest.mark.requirement("D-1", "D-2", "U-4")
+def test_credentials_are_in_no_object_no_log_record_and_no_error(secrets, caplog, capfd):
+    caplog.set_level(logging.DEBUG)
+    store = open_store(secrets)
+    rows = make_rows(6, failed=[1])
+    traced = TraceSpec(sites=("L1_resid_post",), site_widths=(4,))
+    manifest = write_dataset(store, rows, trace=traced)
+    assert verify_dataset(store, "d").ok
+    assert merge_datasets(store, ["d"], "e").dataset_id == "e"
+    assert len(load_dataset(secrets, "d").select([rows[0].id]).features) == 1
+    texts = [store.get(key) for key, _ in store.list("datasets")]
+    assert len(texts) == 2 * (2 + 2 * 4)
+    key = f"datasets/d/{manifest.shards[0].rows_file.name}"
+    store.put(key, b"x", mode="overwrite")
+    (fault,) = verify_dataset(store, "d").faults
+    nowhere = open_store("s3://nowhere/x")
+    attempts = (
+        lambda: load_dataset(secrets, "d", verify="full"),
+        lambda: load_dataset(secrets, "no-such-dataset"),
+        lambda: load_dataset(nowhere, "d"),
+        lambda: write_dataset(nowhere, rows),
+        lambda: write_dataset(store, make_rows(5)),
+        lambda: store.put("datasets/d/spec.json", b"x"),
+        lambda: store.get("datasets/d/none"),
+        lambda: store.get_range(key, 0, 9),
+        lambda: expect_create_only(nowhere),
+    )
+    for attempt in attempts:
+        with pytest.raises(WLLMError) as error:
+            attempt()
+        texts.append(f"{shown(error.value)} {error.value.details}".encode())
+    texts += [record.getMessage().encode() for record in caplog.records]
+    texts += [stream.encode() for stream in capfd.readouterr()]
+    texts += [f"{fault} {store.probe()} {store!r} {nowhere!r}".encode()]
+    assert not any(SECRET.encode() in text for text in texts)
+
+
+COMMANDS = {
+    # Of `wllm`, with ROOT for the storage root, and how each ends.
+    ("verify", "ROOT", "d"): 0,
+    ("verify", "ROOT", "d", "--json"): 0,
+    ("inspect", "ROOT", "d", "--json"): 0,
+    ("gc", "ROOT"): 0,
+    ("merge", "ROOT", "d", "--into", "e"): 0,
+    ("verify", "ROOT", "no-such-dataset"): 2,
+    ("inspect", "s3://nowhere/x", "d"): 2,
+}
+
+
+@pytest.mark.requirement("D-1", "U-4")
+def test_no_command_shows_credentials(secrets, caplog):
+    caplog.set_level(logging.DEBUG)
+    write_dataset(open_store(secrets), make_rows(4))
+    for arguments, code in COMMANDS.items():
+        named = [secrets if one == "ROOT" else one for one in arguments]
+        result = CliRunner().invoke(wllm, named)
+        assert result.exit_code == code, result.output
+        assert SECRET not in result.output
+    assert not any(SECRET in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])

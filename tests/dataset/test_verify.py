@@ -20,7 +20,7 @@ from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.reading.repeated import Place, RowIds
 from wllm_ray.dataset.reading.rowtable import read_rows
 from wllm_ray.dataset.reading.staged import load_spec
-from wllm_ray.dataset.reading.verify import verify_dataset
+from wllm_ray.dataset.reading.verify import THREADS, verify_dataset
 from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard
 from wllm_ray.digest import rows_digest, token_digest
@@ -366,6 +366,26 @@ def test_no_more_files_are_in_memory_than_threads():
     store.get = get
     assert verify_dataset(store, "d", threads=2).ok
     assert max(held) <= 2
+
+
+@pytest.mark.parametrize("options", [{}, {"threads": 2}, {"threads": 7}], ids=str)
+def test_so_many_files_are_read_at_once(options):
+    threads = options.get("threads", THREADS)
+    store = open_store(f"memory://parallel-{threads}")
+    write_dataset(store, make_rows(30))
+    # Nobody gets a receipt before as many are asked for as there should be threads.
+    meeting, wanted = threading.Barrier(threads), set()
+    real = store.get
+
+    def get(key):
+        if "receipt" in key and len(wanted) < threads:
+            wanted.add(key)
+            meeting.wait(timeout=30)
+        return real(key)
+
+    store.get = get
+    assert verify_dataset(store, "d", **options).ok
+    assert len(wanted) == threads >= 2
 
 
 def test_a_dataset_that_was_begun_is_told_from_one_that_is_not_there(store, root):

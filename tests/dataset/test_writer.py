@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from dataset_builders import (
     FAILED_ROW,
@@ -22,8 +22,12 @@ from dataset_builders import (
     write_dataset,
 )
 
+from tests.fakes import Application, FakeEngine, fake_description
+from wllm_ray.capture.model_files import resolve_model
+from wllm_ray.dataset.format.layout import ROWS_SUFFIX
 from wllm_ray.dataset.format.manifest import document_bytes
 from wllm_ray.dataset.reading import staged
+from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.dataset.writing import writer
 from wllm_ray.dataset.writing.writer import (
@@ -36,6 +40,7 @@ from wllm_ray.dataset.writing.writer import (
 )
 from wllm_ray.errors import ConflictError, IntegrityError, NotFoundError, RowsFailedError
 from wllm_ray.records import RowFailure
+from wllm_ray.requests import read_request
 
 pytestmark = pytest.mark.requirement("D-4")
 
@@ -498,12 +503,117 @@ def test_a_shard_of_another_replica_keeps_its_own_self_test(store, spec, rows):
 
 
 @pytest.mark.requirement("D-2")
-def test_no_document_holds_a_path_or_prompt(local, tmp_path, rows):
-    write_dataset(local, rows)
-    for path in tmp_path.rglob("*.json"):
-        text = path.read_text(encoding="utf-8")
-        assert str(tmp_path) not in text
-        assert "p3" not in json.loads(text)
+@pytest.mark.parametrize("measured", [(0.25, 0.5, 0.125), (None, 0.125, None), (None, None, None)])
+def test_the_bound_of_a_dataset_is_the_largest_of_its_replicas(store, spec, rows, measured):
+    create_spec(store, spec)
+    for shard, bound in enumerate(measured):
+        part = rows_of(spec, rows, shard)
+        chunk = capture(part, spec)
+        selftest = chunk.description.selftest.model_copy(update={"measured_relative_l2": bound})
+        described = chunk.description.model_copy(
+            update={"selftest": None if bound is None else selftest}
+        )
+        stage_shard(store, spec, shard, part, [replace(chunk, description=described)])
+    largest = max((bound for bound in measured if bound is not None), default=None)
+    assert commit_manifest(store, "d").measured_relative_l2 == largest
+
+
+@pytest.mark.requirement("D-2")
+def test_positions_that_were_captured_again_are_counted(store, spec, rows):
+    """Over all chunks of a shard."""
+    create_spec(store, spec)
+    for shard in range(3):
+        part = rows_of(spec, rows, shard)
+        chunks = [
+            replace(capture([row], spec), recaptured=10 * shard + at)
+            for at, row in enumerate(part)
+            if row.failure is None
+        ]
+        receipt = stage_shard(store, spec, shard, part, chunks).receipt
+        assert receipt.recaptured == sum(chunk.recaptured for chunk in chunks)
+    # Row 1 failed before it ran.
+    assert [shard.recaptured for shard in commit_manifest(store, "d").shards] == [2, 33, 41]
+
+
+class Keeping:
+    """A store that keeps what it is given to write, as it is given."""
+
+    def __init__(self, store) -> None:
+        self._store = store
+        self.written = {}
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def put_content(self, prefix, suffix, data):
+        self.written[suffix] = data
+        return self._store.put_content(prefix, suffix, data)
+
+
+@pytest.mark.requirement("R-2")
+@pytest.mark.parametrize("shard_format", ["npy", "arrow"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"sites": ("embed", "L2_mlp_out")},
+        {"sites": ("embed",), "site_widths": (6,), "shard_layout": "per_site"},
+    ],
+)
+def test_an_array_of_all_columns_is_written_from_the_memory_that_was_captured(
+    store, rows, shard_format, shape
+):
+    spec = make_spec(rows, per_shard=8, shard_format=shard_format, **shape)
+    chunks = [capture(part, spec) for part in (rows[:5], rows[5:])]
+    keeping = Keeping(store)
+    create_spec(store, spec)
+    stage_shard(keeping, spec, 0, rows, chunks)
+    (parts,) = (data for suffix, data in keeping.written.items() if suffix != ROWS_SUFFIX)
+    captured = [
+        chunk for part in parts for chunk in chunks if np.shares_memory(part, chunk.features)
+    ]
+    assert sum(map(len, parts)) > sum(chunk.features.nbytes for chunk in chunks)
+    assert captured == chunks
+
+
+PRIVATE = "somebody"
+
+
+@pytest.mark.requirement("D-2")
+@pytest.mark.parametrize("persistence", ["dataset", "full_trace"])
+async def test_no_document_holds_a_path_or_prompt(tmp_path, persistence):
+    """Nor does any other file: from the request on, with a model out of somebody's folder."""
+    model = tmp_path / PRIVATE / "models/tiny"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    identity = resolve_model(str(model))
+    root = tmp_path / f"root-of-{PRIVATE}"
+    wrong = RowFailure.of("non_finite", "not a number")
+    fingerprint = fake_description().fingerprint
+    fingerprint = fingerprint.model_copy(update={"model_revision": identity.revision})
+    named = {"model": identity, "served_model_name": "tiny", "fingerprint": fingerprint}
+    engine = FakeEngine(
+        fake_description(**named),
+        fault=lambda row: wrong if row.index == 1 else None,
+    )
+    app = Application(open_store(root), engine=engine)
+    prompts = [f"{PRIVATE}'s text {n}" for n in range(4)]
+    content = [{"prompt": text} for text in prompts]
+    content += [{"messages": [{"role": "user", "content": f"{PRIVATE}'s words"}]}]
+    content += [{"prompt": f"{PRIVATE} goes on " * 9}]  # longer than the model takes
+    content += [{"messages": [{"role": PRIVATE, "content": PRIVATE}]}]  # refused by the template
+    rows = [{"id": f"r{n}", **one, "metadata": {"n": n}} for n, one in enumerate(content)]
+    request = {"model": "tiny", "rows": rows, "layers": [1], "rows_per_shard": 3}
+    asked = read_request(request | {"persistence": persistence, "dataset_id": "d"})
+    answer = await app.service.extract_dataset(asked)
+    assert (answer.dataset.rows, answer.dataset.rows_failed) == (7, 3)
+    assert load_dataset(root, "d").manifest.model == identity
+    for path in root.rglob("*"):
+        assert PRIVATE not in str(path.relative_to(root))
+        if path.is_file():
+            data = path.read_bytes()
+            assert PRIVATE.encode() not in data, path.name
+            assert str(tmp_path).encode() not in data, path.name
+    assert b'"name":"tiny"' in (root / "datasets/d/manifest.json").read_bytes()
 
 
 @pytest.mark.requirement("D-5")

@@ -58,6 +58,7 @@ class FaultProxy:
         port: Where it listens, on the loopback interface.
         heard: (method, path with query) of every request.
         most_at_once: How many requests the store had at the same time.
+        answered: Bytes of all bodies that were sent to the client.
     """
 
     def __init__(self, upstream) -> None:
@@ -66,7 +67,7 @@ class FaultProxy:
         self._lock = threading.Condition()
         self._ended = threading.Event()
         self.heard: list[tuple[str, str]] = []
-        self._under_way = self.most_at_once = 0
+        self._under_way = self.most_at_once = self.answered = 0
         handler = type("Handler", (_Handler,), {"proxy": self})
         self._server = _Server(("127.0.0.1", 0), handler)
         self.port = self._server.server_address[1]
@@ -95,7 +96,7 @@ class FaultProxy:
             assert self._lock.wait_for(lambda: not self._under_way, timeout=60)
             self._script.clear()
             self.heard.clear()
-            self.most_at_once = 0
+            self.most_at_once = self.answered = 0
 
     def fault_of(self, method, path) -> Fault:
         with self._lock:
@@ -124,6 +125,10 @@ class FaultProxy:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
             return _Answer(answer.status, answer.getheaders(), answer.read())
+
+    def count(self, body):
+        with self._lock:
+            self.answered += len(body)
 
     def stall(self):
         self._ended.wait(60)
@@ -164,6 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", length or str(len(answer.body)))
         self.end_headers()
         if self.command != "HEAD":
+            self.proxy.count(answer.body[:cut])
             self.wfile.write(answer.body[:cut])
             self.wfile.flush()
 

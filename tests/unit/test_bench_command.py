@@ -58,6 +58,9 @@ def test_a_quick_run_writes_json_and_the_report_of_that_json_alone(tmp_path, cap
     report = (tmp_path / "bench.md").read_text()
     assert report == render(results) == capsys.readouterr().out
     assert all(results["machine"][name] for name in FACTS)
+    assert (
+        f"\n- accelerators: {', '.join(results['machine']['accelerators']) or 'none'}\n" in report
+    )
     assert [one["name"] for one in results["benchmarks"]] == [one.name for one in BENCHMARKS]
     for one in results["benchmarks"]:
         text = section(report, one["name"])
@@ -70,6 +73,22 @@ def test_a_quick_run_writes_json_and_the_report_of_that_json_alone(tmp_path, cap
             assert one["reason"] == "not asked for"
             assert table(text) == {}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "bench.md"]
+
+
+SMI = """#!/bin/sh
+test "$*" = "--query-gpu=name --format=csv,noheader" && printf 'NVIDIA H200\nNVIDIA L4\n'
+"""
+
+
+@pytest.mark.parametrize(("named", "said"), [(["NVIDIA H200", "NVIDIA L4"], None), ([], "none")])
+def test_accelerators_are_those_that_the_driver_names(tmp_path, monkeypatch, named, said):
+    if named:
+        (tmp_path / "nvidia-smi").write_text(SMI)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    results = run(tmp_path)
+    assert results["machine"]["accelerators"] == named
+    assert f"\n- accelerators: {said or 'NVIDIA H200, NVIDIA L4'}\n" in render(results)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.requirement("C-2", "C-3")
 CODES = (None, "position_missing", "token_mismatch")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32))
 def test_each_row_is_its_own_or_has_failed(seed):
     check(History(seed))

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import html as html_module
 import re
 import sys
 from html.parser import HTMLParser
@@ -9,6 +10,7 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from typer.testing import CliRunner
 
 from tests.dataset.dataset_builders import MODEL, capture, make_rows, make_spec, rows_of
@@ -129,6 +131,25 @@ class Page(HTMLParser):
             self.texts.append(data)
 
 
+def section(html, name):
+    """What is between the tags of one section of the page."""
+    return re.search(rf'<section id="{name}">(.*?)</section>', html, re.DOTALL)[1]
+
+
+def facts_of(html):
+    """Name → value of all tables of facts."""
+    found = re.findall(r'<th scope="row">(.*?)</th><td class="text">(.*?)</td>', html)
+    facts = {name: html_module.unescape(value) for name, value in found}
+    assert len(facts) == len(found)
+    return facts
+
+
+def numbers_of(html):
+    """Site → the numbers of its line, as they are shown."""
+    lines = re.findall(r"<tr><td><code>(.*?)</code></td>(.*?)</tr>", html)
+    return {site: re.findall(r'<td class="n">(.*?)</td>', cells) for site, cells in lines}
+
+
 # --- numbers --------------------------------------------------------------------------------------
 
 
@@ -236,6 +257,140 @@ def test_many_numbers_are_a_scale_unless_one_cannot_be_drawn(odd):
     assert isinstance(found, Scale if odd is None else Categories)
     if odd is None:
         assert np.isnan(found.numbers).tolist() == [False] * 12 + [True]
+
+
+# --- what the page shows of them ------------------------------------------------------------------
+
+
+@pytest.mark.requirement("D-2")
+def test_digests_and_provenance_are_those_of_the_manifest(root):
+    fingerprint = {"engine_version": "9"}
+    dataset = write(root, make_rows(7), per_shard=7, engines={0: fingerprint}, sites=SITES)
+    manifest = dataset.manifest
+    html = make_report(root, "d").html
+    assert facts_of(section(html, "integrity")) == {
+        "content digest": manifest.content_sha256,
+        "manifest digest": manifest.manifest_sha256,
+        "spec digest": manifest.spec_sha256,
+    }
+    model, tokenizer = manifest.model, manifest.tokenizer
+    assert facts_of(section(html, "provenance").partition("<details>")[0]) == {
+        "model": model.name,
+        "revision": model.revision,
+        "asked for as": "main",
+        "tokenizer": tokenizer.name,
+        "tokenizer revision": tokenizer.revision,
+        "chat template": "–",
+        "prompts are read by": tokenizer.raw_prompt,
+        "messages are read by": tokenizer.chat,
+        "position, capture mode": "last_prompt, replay",
+        "stored as": "float32 (float32 was asked for), npy, stacked",
+        "reproducibility": "bitwise",
+        "measured relative L2": "0.0",
+    }
+    assert model.revision != tokenizer.revision
+    fingerprint, versions, selftest = map(
+        facts_of, re.findall(r"<details>(.*?)</details>", section(html, "provenance"), re.DOTALL)
+    )
+    recorded = manifest.fingerprint.model_dump()
+    shown = {name: "–" if value is None else str(value) for name, value in recorded.items()}
+    assert fingerprint == shown | {"digest": manifest.fingerprint.digest}
+    assert recorded["engine_version"] == "9"
+    assert versions == manifest.versions
+    assert selftest == manifest.selftest.checks
+
+
+def test_token_counts_are_those_of_the_rows(root, monkeypatch):
+    drawn = []
+    rows = make_rows(9, failed=[3])
+    lengths = [len(row.token_ids) for row in rows if row.failure is None]
+    write(root, rows)
+    monkeypatch.setattr(
+        "wllm_ray.report.build.draw_lengths", lambda one: drawn.append(one) or "<svg/>"
+    )
+    text = Page(make_report(root, "d").html).text
+    average = f"{np.mean(lengths):.4g}"
+    assert f"{sum(lengths)} tokens in 8 good rows: 2 to 4 in a row, {average} on average" in text
+    assert [one.tolist() for one in drawn] == [lengths]
+
+
+def test_each_column_of_the_norms_shows_what_its_head_says(root):
+    """Of few rows, one of them far off, so that no two of the numbers are near each other."""
+    rows = make_rows(7)
+    features = random_features(rows, [1] * 7, 12)
+    for index, scale in enumerate((1, 2, 4, 8, 16, 32, 5000)):
+        features[index] *= scale
+    dataset = write(root, rows, features=features, sites=SITES)
+    html = section(make_report(root, "d").html, "norms")
+    heads = re.findall(r'<th scope="col"[^>]*>(.*?)</th>', html)
+    assert heads == ["site", "smallest", "median", "mean", "99th percentile", "largest"]
+    found = numbers_of(html)
+    assert list(found) == list(SITES)
+    for site, shown in found.items():
+        norms = np.linalg.norm(np.array(dataset.site(site), np.float64), axis=1)
+        expected = [norms.min(), np.median(norms), norms.mean(), np.percentile(norms, 99)]
+        numbers = [float(one.replace(",", "")) for one in shown]
+        assert numbers == pytest.approx([*expected, norms.max()], rel=1e-3)
+
+
+@pytest.fixture
+def scattered(monkeypatch):
+    """x and colours of every cloud of points that is drawn."""
+    drawn = []
+    real = Axes.scatter
+
+    def scatter(self, x, y, c, **options):
+        drawn.append((np.asarray(x), list(c) if not isinstance(c, str) else [c] * len(x)))
+        return real(self, x, y, c=c, **options)
+
+    monkeypatch.setattr(Axes, "scatter", scatter)
+    return drawn
+
+
+COLOURED = {
+    # Metadata of each row, options, the field that colours, and its legend: value → rows.
+    "label": (lambda n: {"label": ("a", "b")[n > 4]}, {}, "label", {"a": 5, "b": 7}),
+    "another field": (
+        lambda n: {"label": n % 2, "shade": ("x", "y")[n > 2]},
+        {"color_by": "shade"},
+        "shade",
+        {"x": 3, "y": 9},
+    ),
+    "beside the label of the probes": (
+        lambda n: {"truth": n % 2, "shade": ("x", "y")[n > 2]},
+        {"label": "truth", "color_by": "shade"},
+        "shade",
+        {"x": 3, "y": 9},
+    ),
+    "numbers": (lambda n: {"label": n**2}, {}, "label", {}),
+}
+
+
+@pytest.mark.parametrize("position", ["last_prompt", "index:0,-1"])
+@pytest.mark.parametrize("coloured", COLOURED)
+def test_each_point_has_the_colour_of_its_own_row(
+    root, real_pictures, scattered, coloured, position
+):
+    fields, options, name, counts = COLOURED[coloured]
+    each = 1 if position == "last_prompt" else 2
+    # Ever farther apart along one direction, so that the points tell which rows they are.
+    features = {n: np.full((each, 4), (n + 1) ** 2, np.float32) for n in range(12)}
+    write(root, with_metadata(make_rows(12), fields), features=features, position=position)
+    html = make_report(root, "d", **options).html
+    assert f"Coloured by {name} ." in Page(html).text
+    legend = re.findall(
+        r'fill="(.*?)"/></svg><span class="text">(.*?)</span> \((\d+)\)',
+        section(html, "projection"),
+    )
+    assert {value: int(count) for _, value, count in legend} == {
+        value: count * each for value, count in counts.items()
+    }
+    x, colours = next((x, colours) for x, colours in scattered if len(x))
+    # Which end is the positive one is the projection's own choice.
+    along = x if abs(x.max()) > abs(x.min()) else -x
+    meaning = {colour: value for colour, value, _ in legend}
+    found = [meaning.get(colours[at], colours[at]) for at in np.argsort(along, kind="stable")]
+    assert found == [fields(n)[name] for n in range(12) for _ in range(each)]
 
 
 # --- odd datasets ---------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def schedules(draw):
     return prompts, wanted, passes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(schedules())
 def test_each_wanted_position_comes_once_from_its_own_row(schedule):
     prompts, wanted, passes = schedule
@@ -93,7 +93,7 @@ def test_each_wanted_position_comes_once_from_its_own_row(schedule):
     assert again == ran - len(expected)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(schedules(), st.data())
 def test_another_token_id_anywhere_in_a_prompt_is_noticed(schedule, data):
     prompts, wanted, passes = schedule

@@ -78,13 +78,14 @@ def resolve_model(model: str, revision: str | None = None) -> ModelIdentity:
 
 def _hub_commit(model: str, revision: str | None) -> str:
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled
 
     cached = None
     try:
         cached = try_to_load_from_cache(model, "config.json", revision=revision)
         commit: str | None = HfApi().model_info(model, revision=revision).sha
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+    # The first is what the hub's HTTP client raises, also where nobody answers: no OSError then.
+    except (HTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         # Without the hub, what lies in its cache is what will be loaded.
         if isinstance(cached, str):
             return Path(cached).parent.name
