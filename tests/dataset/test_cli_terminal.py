@@ -192,7 +192,7 @@ def test_errors_quote_no_command_and_keep_their_lines(capsys):
 
 
 def test_names_of_files_are_shown_and_not_obeyed(root, store, tmp_path):
-    """A name may hold any bytes: these are no UTF-8, and have no text that could be written."""
+    """A name may hold any bytes: what is no text at all is not so much as listed."""
     write_dataset(store, make_rows(6))
     for name in (b"\xff\x1b[2J", "Größe大".encode()):
         (tmp_path / "root/datasets/d" / os.fsdecode(name)).write_bytes(b"four")
@@ -205,10 +205,7 @@ def test_names_of_files_are_shown_and_not_obeyed(root, store, tmp_path):
         )
         notes = ran.stdout.decode(encoding).splitlines()[1:]
         size = "Größe大" if encoding == "utf-8" else r"Größe\u5927"
-        assert [note.split()[1] for note in notes] == [
-            f"datasets/d/{size}:",
-            r"datasets/d/\udcff\x1b[2J:",
-        ]
+        assert [note.split()[1] for note in notes] == [f"datasets/d/{size}:"]
 
 
 def test_what_stdout_has_no_bytes_for_is_escaped(root, hostile):

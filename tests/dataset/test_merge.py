@@ -163,12 +163,19 @@ def refused(store, match, code, kind=ConflictError, sources=("a", "b"), **option
 
 
 UNLIKE = {
-    "position": ({"position": "first"}, r"position is last_prompt and first"),
+    "position": (
+        {"position": "first"},
+        r"position is 'last_prompt' and 'first'\)\S+ .*Capture one of them again",
+    ),
     "sites": ({"sites": ("L2_resid_post",)}, r"sites is \('L1_resid_post',\) and"),
+    "traces": (
+        {"trace": TraceSpec(sites=("L1_resid_post",), site_widths=(4,))},
+        r"trace is None and TraceSpec\(.{1,30}\)\), so they .* Capture one of them again",
+    ),
     "limits": ({"per_shard": 2}, "max_rows_per_shard is 3 and 2"),
-    "format": ({"shard_format": "arrow"}, "shard_format is npy and arrow"),
-    "layout": ({"shard_layout": "per_site"}, "shard_layout is stacked and per_site"),
-    "dtype": ({"storage_dtype": "float16", "dtype": "float16"}, "dtype is float32 and float16"),
+    "format": ({"shard_format": "arrow"}, "shard_format is 'npy' and 'arrow'"),
+    "layout": ({"shard_layout": "per_site"}, "shard_layout is 'stacked' and 'per_site'"),
+    "dtype": ({"storage_dtype": "float16", "dtype": "float16"}, "dtype is 'float32' and 'float16'"),
 }
 
 
@@ -275,8 +282,8 @@ class OtherAnswer:
     def local_path(self, _key):
         return None
 
-    def get(self, key):
-        data = self._store.get(key)
+    def get(self, key, **options):
+        data = self._store.get(key, **options)
         if key == self._key:
             self.left -= 1
             data = data if self.left else self._change(data)

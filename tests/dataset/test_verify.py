@@ -377,11 +377,11 @@ def test_so_many_files_are_read_at_once(options):
     meeting, wanted = threading.Barrier(threads), set()
     real = store.get
 
-    def get(key):
+    def get(key, **options):
         if "receipt" in key and len(wanted) < threads:
             wanted.add(key)
             meeting.wait(timeout=30)
-        return real(key)
+        return real(key, **options)
 
     store.get = get
     assert verify_dataset(store, "d", **options).ok

@@ -31,7 +31,7 @@ DatasetIds = Annotated[list[str] | None, typer.Argument(help="Ids of datasets un
 All = Annotated[bool, typer.Option("--all", help="Every dataset that is committed under ROOT.")]
 # A longer list is cut to the first few of it.
 LONGEST_LIST, FIRST_FEW = 20, 6
-ABOUT_NOTES = "`wllm gc` lists files that have no record, and removes them with --delete"
+ABOUT_NOTES = "`wllm gc` says which of the files without a record can go; --delete removes those"
 
 
 @reports_errors
@@ -182,17 +182,12 @@ class _Verified:
 
 
 def _print_report(report: VerifyReport) -> None:
-    from wllm_ray.dataset.format.layout import folder
-
     state = counted(len(report.faults), "fault") if report.faults else "no fault"
     typer.echo(
         f"{report.dataset_id}: {counted(report.files, 'file')}, {report.bytes} bytes, {state}"
     )
     for fault in report.faults:
-        # Some messages begin with their file themselves.
-        told = fault.message.removeprefix(f"{folder(report.dataset_id)}/")
-        told = told.removeprefix(f"{fault.file}: ")
-        typer.echo(printable(f"  fault [{fault.code}] {fault.file}: {told}"))
+        typer.echo(printable(f"  fault [{fault.code}] {fault.file}: {fault.message}"))
     for note in report.notes:
         typer.echo(printable(f"  note: {note}"))
 

@@ -17,10 +17,11 @@ from wllm_ray.dataset.format.manifest import FileEntry, Manifest
 from wllm_ray.dataset.format.trace import Trace, decode_traces
 from wllm_ray.dataset.reading import maps
 from wllm_ray.dataset.reading.cache import BoundedCache
+from wllm_ray.dataset.reading.decided import is_abandoned
 from wllm_ray.dataset.reading.ranged import RangedFile, open_ranged
 from wllm_ray.dataset.reading.recorded import RecordedFiles, Verify
 from wllm_ray.dataset.reading.rowtable import read_rows
-from wllm_ray.dataset.reading.staged import is_abandoned, standing_manifest
+from wllm_ray.dataset.reading.staged import standing_manifest
 from wllm_ray.dataset.stores.store import Store
 from wllm_ray.errors import NotFoundError, NotOfferedError
 from wllm_ray.lazy import lazy

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from wllm_ray.errors import StorageError
 
-__all__ = ["MAPPED_FROM", "MOST_MAPS", "map_file", "map_privately", "reading"]
+__all__ = ["MAPPED_FROM", "MOST_MAPS", "map_file", "map_privately", "read_file", "reading"]
 
 # Smaller files, in bytes, are read into memory: of these a dataset may have more than a process
 # may have maps (65,530 unless the system is told otherwise), and reading one costs no more than
@@ -47,12 +47,22 @@ def map_file(path: os.PathLike[str]) -> NDArray[np.uint8] | None:
         if descriptor is None:
             return None
         if os.fstat(descriptor).st_size < MAPPED_FROM:
-            with open(descriptor, "rb", closefd=False) as file:
-                return np.frombuffer(file.read(), np.uint8)
+            return _read(descriptor)
         # Python's own maps keep a descriptor each, and a dataset may have more files than a
         # process may have descriptors. Arrow opens by name, so it is given the one of ours.
         with pa.memory_map(f"/proc/self/fd/{descriptor}") as mapped:
             return np.frombuffer(mapped.read_buffer(), np.uint8)
+
+
+def read_file(path: os.PathLike[str]) -> NDArray[np.uint8] | None:
+    """As :func:`map_file`, but read: what becomes of the file later is not seen in it."""
+    with reading(path), _opened(path) as descriptor:
+        return None if descriptor is None else _read(descriptor)
+
+
+def _read(descriptor: int) -> NDArray[np.uint8]:
+    with open(descriptor, "rb", closefd=False) as file:
+        return np.frombuffer(file.read(), np.uint8)
 
 
 def map_privately(path: os.PathLike[str]) -> NDArray[np.uint8] | None:

@@ -96,20 +96,23 @@ class RecordedFiles:
             StorageError: The root failed to read.
         """
         path = self.store.local_path(self.key_of(entry))
-        if path is None:
-            return self.fetched(entry)
-        raw = maps.map_file(path)
+        return self.fetched(entry) if path is None else self._whole(entry, maps.map_file(path))
+
+    def fetched(self, entry: FileEntry) -> NDArray[np.uint8]:
+        """As :meth:`raw`, but never mapped: what becomes of the file later is not seen in it."""
+        path = self.store.local_path(self.key_of(entry))
+        if path is not None:
+            return self._whole(entry, maps.read_file(path))
+        with self.as_recorded(entry):
+            data = self.store.get(self.key_of(entry))
+        return self._whole(entry, np.frombuffer(data, np.uint8))
+
+    def _whole(self, entry: FileEntry, raw: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
+        """A file of the recorded size; None stands for one that is not there."""
         found = None if raw is None else raw.size
         expect_size(self.store, self.manifest.dataset_id, entry, found)
         assert raw is not None  # expect_size has refused it
         return raw
-
-    def fetched(self, entry: FileEntry) -> NDArray[np.uint8]:
-        """As :meth:`raw`, but never mapped: what becomes of the file later is not seen in it."""
-        with self.as_recorded(entry):
-            data = self.store.get(self.key_of(entry))
-        expect_size(self.store, self.manifest.dataset_id, entry, len(data))
-        return np.frombuffer(data, np.uint8)
 
     def checked_table(self, entry: FileEntry) -> NDArray[np.uint8]:
         """A whole file that is no features file, its digest checked.

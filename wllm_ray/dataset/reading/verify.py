@@ -16,11 +16,12 @@ from typing import Any, TypeAlias
 from wllm_ray.dataset.format.documents import read_receipt
 from wllm_ray.dataset.format.layout import MANIFEST_NAME, SPEC_NAME, folder, receipt_key, spec_key
 from wllm_ray.dataset.format.manifest import Manifest, Receipt, ShardEntry, document_bytes
+from wllm_ray.dataset.reading.decided import get_document
 from wllm_ray.dataset.reading.files import DatasetFiles, open_manifest
 from wllm_ray.dataset.reading.recheck import check_manifest, check_rows, check_traces, check_vectors
 from wllm_ray.dataset.reading.repeated import RowIds
 from wllm_ray.dataset.reading.rowtable import good_rows
-from wllm_ray.dataset.reading.staged import get_document, orphans
+from wllm_ray.dataset.reading.staged import orphans
 from wllm_ray.dataset.stores.store import Root, Store, open_store
 from wllm_ray.digest import sha256_hex
 from wllm_ray.errors import IntegrityError, NotFoundError, WLLMError

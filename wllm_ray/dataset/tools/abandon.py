@@ -19,7 +19,7 @@ from wllm_ray.dataset.format.layout import (
     manifest_key,
     receipt_shard,
 )
-from wllm_ray.dataset.reading.staged import is_abandoned
+from wllm_ray.dataset.reading.decided import is_abandoned
 from wllm_ray.dataset.stores.probing import expect_create_only
 from wllm_ray.dataset.stores.store import Root, Store, open_store
 from wllm_ray.dataset.tools.folders import file_sizes, is_ours

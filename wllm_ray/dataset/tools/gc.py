@@ -28,10 +28,10 @@ from wllm_ray.dataset.format.layout import (
     spec_key,
 )
 from wllm_ray.dataset.format.manifest import DatasetSpec
+from wllm_ray.dataset.reading.decided import is_abandoned
 from wllm_ray.dataset.reading.staged import (
     committed_receipts,
     expect_listed,
-    is_abandoned,
     load_spec,
     read_receipts,
     standing_manifest,

@@ -6,8 +6,9 @@ from typing import Any
 
 from wllm_ray.dataset.format.layout import folder
 from wllm_ray.dataset.format.manifest import Asked, DatasetSpec, Manifest
+from wllm_ray.dataset.reading.decided import is_abandoned
 from wllm_ray.dataset.reading.files import open_manifest
-from wllm_ray.dataset.reading.staged import expect_listed, is_abandoned, load_spec, read_receipts
+from wllm_ray.dataset.reading.staged import expect_listed, load_spec, read_receipts
 from wllm_ray.dataset.stores.store import Root, Store, open_store
 from wllm_ray.errors import NotFoundError
 

@@ -7,6 +7,7 @@ that died is resumed by running it again, and two at once make one dataset.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Sequence
 
 from wllm_ray.dataset.format.layout import check_dataset_id
@@ -108,10 +109,14 @@ def _expect_alike(manifests: Sequence[Manifest]) -> None:
         ]
         if fields:
             differ = {name: (getattr(first, name), getattr(other, name)) for name in fields}
-            shown = "; ".join(f"{name} is {a} and {b}" for name, (a, b) in differ.items())
+            shown = "; ".join(
+                f"{name} is {reprlib.repr(a)} and {reprlib.repr(b)}"
+                for name, (a, b) in differ.items()
+            )
             raise ConflictError(
                 f"datasets {first.dataset_id!r} and {other.dataset_id!r} were not asked for the "
-                f"same ({shown}), so they cannot become one; nothing was written",
+                f"same ({shown}), so they cannot become one; nothing was written. Capture one of "
+                f"them again, asked as the other was",
                 stage="merge",
                 details={"fields": fields},
             )
@@ -141,7 +146,7 @@ def _expect_one_fingerprint(parts: Sequence[Part]) -> None:
             raise ConflictError(
                 f"datasets {first[0]!r} and {name!r} come from engines that may differ "
                 f"numerically ({', '.join(fields)}), so nothing was written; ask for "
-                f"mixed_fingerprints if that is what you want",
+                f"mixed_fingerprints (--mixed-fingerprints) if that is what you want",
                 code="mixed_fingerprints",
                 stage="merge",
                 details={"fields": fields},

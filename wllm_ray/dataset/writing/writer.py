@@ -28,14 +28,13 @@ from wllm_ray.dataset.format.manifest import (
     document_bytes,
 )
 from wllm_ray.dataset.format.trace import taken_from_traces
+from wllm_ray.dataset.reading.decided import expect_not_abandoned, get_document
 from wllm_ray.dataset.reading.staged import (
     check_file,
     committed_receipts,
     expect_committed_spec,
     expect_listed,
-    expect_not_abandoned,
     expect_not_lost,
-    get_document,
     load_spec,
     orphans,
     read_receipts,
