@@ -492,7 +492,7 @@ def test_another_input_under_the_same_id_fails_closed_and_names_the_rows(app, jo
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"layer": "2"}, "sites (stored ('L1_resid_post',), asked ('L2_resid_post',))"),
+        ({"layer": "2"}, "sites[0] (stored 'L1_resid_post', asked 'L2_resid_post')"),
         ({"position": "first"}, "position (stored 'last_prompt', asked 'first')"),
         ({"rows-per-shard": "5"}, "max_rows_per_shard (stored 4, asked 5)"),
     ],
@@ -502,7 +502,7 @@ def test_other_options_under_the_same_id_fail_closed_and_name_the_field(job, opt
     result = job.run(**{"rows-per-shard": "4"} | options)
     assert result.exit_code == 2
     details = result.summary["error"]["details"]
-    name = field.partition(" ")[0]
+    name = field.partition(" ")[0].partition("[")[0]
     assert (list(details["fields"]), details["shards"], details["rows"]) == ([name], [], [])
     assert f"what differs: field {field}. Use another dataset id" in result.stderr
 

@@ -70,7 +70,10 @@ def test_a_job_does_not_start(root, monkeypatch, tmp_path, named):
     rows.write_text(json.dumps({"id": "a", "prompt": "x"}) + "\n")
     command = typer.Typer()
     command.command()(job)
-    arguments = [str(rows), "--layer", "0", *(["--storage", root] if own is None else [])]
+    # Nor can the root of a job that is named to it.
+    monkeypatch.setattr("deployments.job.open_store", lambda _: open_store(root))
+    storage = ["--storage", "s3://bucket/root"] if own is None else []
+    arguments = [str(rows), "--layer", "0", *storage]
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 2
     assert "does not honour create-only writes" in " ".join(result.stderr.split())
