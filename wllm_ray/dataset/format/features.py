@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from wllm_ray.dataset.format.arrow import one_line, read_batch
-from wllm_ray.dataset.format.dtypes import BLOCK_BYTES, Dtype, is_finite, numpy_dtype
+from wllm_ray.dataset.format.dtypes import Dtype, all_finite, numpy_dtype
 from wllm_ray.dataset.format.manifest import Asked, FeatureArray
 from wllm_ray.digest import canonical_json
 from wllm_ray.errors import IntegrityError
@@ -41,6 +41,10 @@ _ARROW_TYPES: dict[Dtype, pa.DataType] = {
     "bfloat16": pa.uint16(),
     "float16": pa.float16(),
 }
+# Bytes that are checked and then hashed. Each is a call without the interpreter lock, which has to
+# be waited for afterwards where other threads are busy: so not too little at once. Nor so much that
+# hashing finds nothing of it in the cache.
+_CHECKED_AT_ONCE = 8 << 20
 
 Part = bytes | memoryview
 
@@ -121,11 +125,11 @@ def sha256_and_finite(
     start = values.ctypes.data - raw.ctypes.data if flat.size else raw.size
     total = hashlib.sha256(raw[:start].data)
     finite = True
-    step = BLOCK_BYTES // flat.itemsize
+    step = _CHECKED_AT_ONCE // flat.itemsize
     for at in range(0, flat.size, step):
         block = flat[at : at + step]
         # In this order: it is the cheap reading that waits for the memory, not the other.
-        finite = finite and bool(is_finite(block, dtype).all())
+        finite = finite and all_finite(block, dtype)
         total.update(block.view(np.uint8).data)
     total.update(raw[start + flat.nbytes :].data)
     return total.hexdigest(), finite
