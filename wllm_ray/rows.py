@@ -97,6 +97,8 @@ def _too_deep(value: Any, room: int) -> bool:
 
 
 def _check_id(value: Any) -> str | None:
+    if type(value) is str and value.isascii() and 0 < len(value) <= MAX_ID_BYTES:
+        return None
     if not isinstance(value, str) or not value:
         return f"`id` must be a non-empty string, found {type(value).__name__}"
     if has_lone_surrogate(value):
@@ -107,6 +109,8 @@ def _check_id(value: Any) -> str | None:
 
 
 def _check_metadata(value: Any) -> str | None:
+    if type(value) is dict and _FLAT.issuperset(map(type, value.values())):
+        return None
     if not isinstance(value, dict):
         return f"`metadata` must be an object, found {type(value).__name__}"
     if _too_deep(value, MAX_DEPTH):
@@ -116,6 +120,8 @@ def _check_metadata(value: Any) -> str | None:
 
 def _check_content(key: str, value: Any) -> str | None:
     if key == "prompt":
+        if type(value) is str:
+            return None
         good, want = isinstance(value, str), "a string"
     elif key == "messages":
         good = isinstance(value, list) and all(isinstance(item, dict) for item in value)
