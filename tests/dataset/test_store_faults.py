@@ -132,7 +132,7 @@ def test_folders_are_durable_before_what_lies_in_them(local, tmp_path, monkeypat
     )
     local.put("d/e/a", b"x")
     folders = [path for path in synced if Path(path).is_dir()]
-    assert folders == [str(root), str(root / "d"), str(root / "d" / "e")]
+    assert folders == [str(one) for one in (tmp_path, root, root / "d", root / "d" / "e")]
     synced.clear()
     local.put("d/e/b", b"x")
     assert [path for path in synced if Path(path).is_dir()] == [str(root / "d" / "e")]

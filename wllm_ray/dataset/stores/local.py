@@ -20,6 +20,7 @@ from wllm_ray.dataset.stores.keys import check_key, expect_most, is_listed
 from wllm_ray.dataset.stores.local_writing import (
     link,
     make_folders,
+    sync_above,
     sync_folder,
     temporary_beside,
     write,
@@ -52,6 +53,9 @@ class LocalStore:
     def put(self, key: str, data: Buffers, *, mode: PutMode = "create") -> bool:
         """Write one object; see :meth:`.store.Store.put`."""
         path = self._writable_path(key)
+        # Not where content is written: nothing depends on it before a document names it.
+        with _storage_errors("create the folder of", key, self.uri):
+            sync_above(path.parent, Path(os.path.realpath(self._root)), self._durable)
         buffers = views(data)
         # Looking first leaves the folder as it was where a finished job is run again; the link
         # decides between writers.
@@ -184,7 +188,7 @@ class LocalStore:
     def _writable_path(self, key: str) -> Path:
         path = self._path(key)
         with _storage_errors("create the folder of", key, self.uri):
-            make_folders(path.parent, Path(os.path.realpath(self._root)), self._durable)
+            make_folders(path.parent)
         return path
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, int]]:

@@ -17,7 +17,15 @@ from wllm_ray.dataset.stores.buffers import sha256_of
 from wllm_ray.dataset.stores.keys import TEMPORARY_PREFIX
 from wllm_ray.errors import StorageError
 
-__all__ = ["link", "make_folders", "sync_folder", "temporary_beside", "write", "write_and_hash"]
+__all__ = [
+    "link",
+    "make_folders",
+    "sync_above",
+    "sync_folder",
+    "temporary_beside",
+    "write",
+    "write_and_hash",
+]
 
 _PRIVATE_FOLDER = 0o700
 _PRIVATE_FILE = 0o600
@@ -115,20 +123,28 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def make_folders(folder: Path, root: Path, durable: set[Path]) -> None:
-    """Make a folder and what it lies in, each private and durable.
-
-    Args:
-        folder: The storage root, or a folder below it.
-        root: The storage root; where it is there, it was before anything of ours.
-        durable: Folders below it that need nothing more; this one is added. That a folder is
-            there is not enough: who made it may have died before its name was durable.
-    """
-    is_below = root in folder.parents
-    if folder.is_dir() and (folder in durable or not is_below):
+def make_folders(folder: Path) -> None:
+    """Make a folder and what it lies in, each private."""
+    if folder.is_dir():
         return
-    make_folders(folder.parent, root, durable)
+    make_folders(folder.parent)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=_PRIVATE_FOLDER)
-    sync_folder(folder.parent)
+
+
+def sync_above(folder: Path, root: Path, durable: set[Path]) -> None:
+    """Make the names of a folder, and of what it lies in up to the storage root, durable.
+
+    Args:
+        folder: The root, or a folder below it; whoever made it may have died before this.
+        root: The storage root.
+        durable: Folders whose names are; those that become it are added.
+    """
+    if folder in durable:
+        return
+    if folder != root:
+        sync_above(folder.parent, root, durable)
+    # The root may lie where nobody may look; then it was there before us.
+    if folder != root or os.access(folder.parent, os.R_OK):
+        sync_folder(folder.parent)
     durable.add(folder)
