@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -136,6 +137,12 @@ def test_folders_are_durable_before_what_lies_in_them(local, tmp_path, monkeypat
     synced.clear()
     local.put("d/e/b", b"x")
     assert [path for path in synced if Path(path).is_dir()] == [str(root / "d" / "e")]
+    shutil.rmtree(root / "d")
+    synced.clear()
+    local.put_content("d/e/s-", ".npy", b"x")
+    assert str(root / "d") not in synced, "nothing depends on it yet"
+    local.put("d/e/b", b"x")
+    assert {str(tmp_path), str(root), str(root / "d")} <= set(synced), "other folders than before"
 
 
 def test_what_is_there_already_is_durable_too(local, monkeypatch):

@@ -188,7 +188,8 @@ class LocalStore:
     def _writable_path(self, key: str) -> Path:
         path = self._path(key)
         with _storage_errors("create the folder of", key, self.uri):
-            make_folders(path.parent)
+            if make_folders(path.parent):
+                self._durable.clear()  # some may have been removed, and are other folders now
         return path
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, int]]:

@@ -123,13 +123,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def make_folders(folder: Path) -> None:
-    """Make a folder and what it lies in, each private."""
+def make_folders(folder: Path) -> bool:
+    """Make a folder and what it lies in, each private; False where it is there already."""
     if folder.is_dir():
-        return
+        return False
     make_folders(folder.parent)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=_PRIVATE_FOLDER)
+    return True
 
 
 def sync_above(folder: Path, root: Path, durable: set[Path]) -> None:
