@@ -52,7 +52,7 @@ KINDS = {
 }
 _answer = os.write  # the answer to the parent is not one of the points
 # More than a commit makes. Where the other one is faster it makes none, at any point.
-COMMIT_CALLS = 8
+COMMIT_CALLS = 10
 CALLS = ("mkdir", "write", "fsync", "link", "replace", "unlink")
 
 
