@@ -83,6 +83,7 @@ def _end(process: subprocess.Popen, ask: signal.Signals) -> None:
         process.wait(60)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
+        process.wait(60)
 
 
 @pytest.fixture(scope="session")
