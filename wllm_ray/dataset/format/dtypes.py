@@ -16,7 +16,6 @@ from wllm_ray.positions import is_reduced
 from wllm_ray.schema import StorageDtype
 
 __all__ = [
-    "BLOCK_BYTES",
     "Dtype",
     "all_finite",
     "is_exact",
@@ -37,7 +36,7 @@ _NUMPY: dict[Dtype, np.dtype[Any]] = {
 # Exponent bits of a bfloat16: all set in NaN and infinity, and in nothing else.
 _BFLOAT16_EXPONENT = np.uint16(0x7F80)
 # Small enough for the second reading of a block to come from the cache.
-BLOCK_BYTES = 1 << 19
+_BLOCK_BYTES = 1 << 19
 
 
 def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
@@ -115,7 +114,7 @@ def all_finite(stored: NDArray[Any], dtype: Dtype) -> bool:
         with np.errstate(all="ignore"):
             if np.isfinite(np.dot(flat, flat)):
                 return True
-    step = BLOCK_BYTES // flat.itemsize
+    step = _BLOCK_BYTES // flat.itemsize
     blocks = (flat[at : at + step] for at in range(0, flat.size, step))
     return all(bool(is_finite(block, dtype).all()) for block in blocks)
 
