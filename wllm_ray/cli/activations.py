@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from wllm_ray.cli.interruption import run_async
 from wllm_ray.cli.options import (
     LOCAL_APPLICATION,
     BaseUrl,
@@ -93,7 +94,7 @@ def activations(  # noqa: PLR0913 (one option per thing that can be asked)
         quiet=quiet,
     )
     asked = {"layers": layer, "site": site, "sites": hook_site, "position": position}
-    code = asyncio.run(
+    code = run_async(
         run.capture(
             model,
             asked,

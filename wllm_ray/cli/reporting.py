@@ -12,21 +12,19 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
+from wllm_ray.cli.interruption import sigterm_interrupts
 from wllm_ray.errors import InvalidInputError, WLLMError
 
 __all__ = [
     "DONE",
     "FAILED",
-    "INTERRUPTED",
     "READER_GONE",
     "ROWS_FAILED",
-    "TERMINATED",
     "Command",
     "EndsWithJson",
     "counted",
@@ -47,9 +45,7 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 DONE, ROWS_FAILED, FAILED = 0, 1, 2
-# As shells count: 128 and the signal's number.
-INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-READER_GONE = 128 + signal.SIGPIPE
+READER_GONE = 128 + signal.SIGPIPE  # as shells count
 STDOUT, STDERR = 1, 2
 ADVICE = {"unauthorized": "set WLLM_API_KEY to the application's key"}
 
@@ -151,7 +147,7 @@ def _reporting(
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
         _escape_what_stdout_cannot_say()
         # Twice: what the command writes, and what is written about its end.
-        with _ends_with_reader(), _sigterm_interrupts() as interrupted_code:
+        with _ends_with_reader(), sigterm_interrupts() as interrupted_code:
             try:
                 with _ends_with_reader():
                     return command(*args, **kwargs)
@@ -201,27 +197,6 @@ def _reader_is_gone() -> bool:
         # Python flushes once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     return bool(gone)
-
-
-@contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[Callable[[], int]]:
-    """Let SIGTERM do what SIGINT does; yields what tells the exit code of an interruption."""
-    code = INTERRUPTED
-
-    def interrupt(_number: int, frame: FrameType | None) -> None:
-        nonlocal code
-        code = TERMINATED
-        # Called rather than sent: a shell's background jobs ignore SIGINT.
-        handler = signal.getsignal(signal.SIGINT)
-        if not callable(handler):
-            raise KeyboardInterrupt
-        handler(signal.SIGINT, frame)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield lambda: code
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def say_error(error: WLLMError) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from wllm_ray.cli.interruption import run_async
 from wllm_ray.cli.options import LOCAL_APPLICATION, LOCAL_DASHBOARD, BaseUrl
 from wllm_ray.cli.reporting import reports_errors, say
 
@@ -51,7 +51,7 @@ def wait_until_ready(
 
     if dashboard_url:
         dashboard_token = dashboard_token or ray_token(os.environ, Path.home())
-    asyncio.run(_wait(base_url, timeout, dashboard_url, dashboard_token))
+    run_async(_wait(base_url, timeout, dashboard_url, dashboard_token))
     say(f"{base_url} is ready")
 
 
