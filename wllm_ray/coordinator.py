@@ -229,7 +229,7 @@ def _condemn(shard: Shard, failures: Mapping[int, RowFailure]) -> Shard:
     """The shard with permanent failures that were found while capturing."""
     if not failures:
         return shard
-    rows = (replace(row, failure=failures.get(row.index, row.failure)) for row in shard.rows)
+    rows = (row._replace(failure=failures.get(row.index, row.failure)) for row in shard.rows)
     return replace(shard, rows=tuple(rows))
 
 

@@ -1,13 +1,17 @@
-"""How much memory there is, and how much this process takes, as the system says."""
+"""How much memory there is and this process takes, and what is done about it."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import os
 import re
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_memory", "release_unused", "resident_memory"]
+__all__ = ["available_memory", "collector_paused", "release_unused", "resident_memory"]
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -33,6 +37,45 @@ def release_unused() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+class _Pauses:
+    """How many callers in how many threads want the collector to rest."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._was_on = False
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._was_on = gc.isenabled()
+                gc.disable()
+            self._count += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count and self._was_on:
+                gc.enable()
+
+
+_pauses = _Pauses()
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """While thousands of objects are made that all stay, do not look for garbage among them.
+
+    Python looks each time that some hundreds more were made than freed, at the objects of all that
+    is loaded every now and then, and finds none. In the whole process, so keep it short.
+    """
+    _pauses.begin()
+    try:
+        yield
+    finally:
+        _pauses.end()
 
 
 def _machine() -> int | None:

@@ -38,6 +38,7 @@ MAX_LISTED_PROBLEMS = 50
 _CONTENT_KEYS = ("prompt", "messages", "token_ids")
 _KEYS = ("id", *_CONTENT_KEYS, "metadata")
 _KNOWN_KEYS = frozenset(_KEYS)
+_USUAL_MEMBERS = 3
 _INTEGERS_ONLY = frozenset({int})
 _FLAT = frozenset({str, int, float, bool, type(None)})
 
@@ -139,6 +140,8 @@ def check_row(value: Any) -> InputRow | str:
     Args:
         value: What the JSON decoder made of the line.
     """
+    if (row := _usual_row(value)) is not None:
+        return row
     if not isinstance(value, dict):
         return f"a row must be a JSON object, found {type(value).__name__}"
     if not _KNOWN_KEYS.issuperset(value):
@@ -158,6 +161,30 @@ def check_row(value: Any) -> InputRow | str:
     if (size := utf8_bytes(text)) > MAX_METADATA_BYTES:
         return f"`metadata` must be at most {MAX_METADATA_BYTES} bytes of JSON, found {size}"
     return InputRow(value["id"], {present[0]: value[present[0]]}, text)
+
+
+def _usual_row(value: Any) -> InputRow | None:
+    """The row, where it is what nearly all are, and nothing else needs to be looked at.
+
+    An id in ASCII, a prompt, and flat metadata. Found out at once: rows come in millions.
+    """
+    if type(value) is not dict or len(value) != _USUAL_MEMBERS:
+        return None
+    row_id, prompt, metadata = value.get("id"), value.get("prompt"), value.get("metadata")
+    if (
+        type(row_id) is not str
+        or not row_id.isascii()
+        or not 0 < len(row_id) <= MAX_ID_BYTES
+        or type(prompt) is not str
+        or type(metadata) is not dict
+        or not _FLAT.issuperset(map(type, metadata.values()))
+    ):
+        return None
+    text = canonical_text(metadata)
+    # What is longer may still be short enough; that is for others to count.
+    if 4 * len(text) > MAX_METADATA_BYTES:
+        return None
+    return InputRow(row_id, {"prompt": prompt}, text)
 
 
 def _checked(number: int, value: Any) -> InputRow | RowProblem:
@@ -188,11 +215,18 @@ def id_of(item: InputRow | RowProblem) -> str | None:
     return item.row_id if isinstance(item, RowProblem) else item.id
 
 
-def read_jsonl(stream: BinaryIO) -> Iterator[tuple[int, InputRow | RowProblem]]:
+def read_jsonl(
+    stream: BinaryIO, *, again: bool = False
+) -> Iterator[tuple[int, InputRow | RowProblem]]:
     r"""Read rows from a JSONL byte stream, one line at a time.
 
     Lines end at ``\n`` only and a ``\r`` before it is dropped; blank lines are skipped but
     counted. A byte order mark at the beginning of the stream is dropped.
+
+    Args:
+        stream: The bytes.
+        again: They were read before, and digests tell whether the rows are still the same; see
+            :func:`~wllm_ray.digest.parse_json`.
 
     Yields:
         (line number from 1, the row or its problem).
@@ -204,7 +238,7 @@ def read_jsonl(stream: BinaryIO) -> Iterator[tuple[int, InputRow | RowProblem]]:
         if not line.strip(b" \t"):
             continue
         try:
-            value = parse_json(line)
+            value = parse_json(line, again=again)
         except InvalidInputError as error:
             yield number, RowProblem(number, error.message)
         else:

@@ -31,7 +31,6 @@ __all__ = [
     "ChatTemplateRefusedError",
     "TokenLimits",
     "Tokenizer",
-    "make_record",
     "make_records",
     "outlines",
     "tokenize_rows",
@@ -75,31 +74,16 @@ class Tokenizer(Protocol):
         """
 
 
-def make_record(
-    index: int,
-    row: InputRow,
-    identity: CaptureIdentity,
-    *,
-    token_ids: Sequence[int] | None = None,
-    failure: RowFailure | None = None,
-) -> RowRecord:
-    """Bind one row to the request that it is part of.
-
-    Args:
-        index: The row's index among all input rows.
-        row: The row.
-        identity: What the whole request has in common; enters the request digest.
-        token_ids: Its ids, where they are known.
-        failure: Why it has none.
-    """
-    tokens = None if token_ids is None else np.asarray(token_ids, np.int32)
-    return _record(index, row, _text_of(identity), tokens, failure)
-
-
 def make_records(
     rows: Iterable[InputRow], identity: CaptureIdentity, first_index: int = 0
 ) -> Iterator[RowRecord]:
-    """As :func:`make_record`, of consecutive rows whose ids are not known."""
+    """Bind consecutive rows, whose token ids are not known here, to the request they are part of.
+
+    Args:
+        rows: The rows.
+        identity: What the whole request has in common; enters the request digests.
+        first_index: Index of the first row among all input rows.
+    """
     common = _text_of(identity)
     for index, row in enumerate(rows, start=first_index):
         yield _record(index, row, common)
@@ -126,13 +110,13 @@ def _record(
 ) -> RowRecord:
     metadata = row.metadata_json
     return RowRecord(
-        index=index,
-        id=row.id,
-        metadata_json=metadata,
-        request_digest=joined_request_digest(row.id, row.content, metadata, identity_json),
-        tokens_bound=tokens_bound(row.content),
-        token_ids=token_ids,
-        failure=failure,
+        index,
+        row.id,
+        metadata,
+        joined_request_digest(row.id, row.content, metadata, identity_json),
+        tokens_bound(row.content),
+        token_ids,
+        failure,
     )
 
 
@@ -302,13 +286,16 @@ def _settled(
         not every.size or bool(every.min() >= 0 and every.max() < limits.vocab_size)
     )
     tokens = every.astype(np.int32) if every is not None and known else None
+    length_decides = known and position_kind(position) != "index"
     start = 0
     for outcome in outcomes:
         if isinstance(outcome, RowFailure):
             yield None, outcome
             continue
         stop = start + len(outcome)
-        failure = _refusal_after(outcome, limits, position, are_known=known)
+        failure = None
+        if not length_decides or not start < stop <= start + limits.max_model_len:
+            failure = _refusal_after(outcome, limits, position, are_known=known)
         if failure is not None:
             yield None, failure
         elif tokens is not None:

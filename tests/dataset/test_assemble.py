@@ -263,7 +263,7 @@ def test_rows_must_be_those_of_the_spec(spec, rows):
     chunks = [capture(rows, spec)]
     refused("expected rows 0 to 3, each once and in order", spec, rows[:3], chunks)
     refused("expected rows 0 to 3, each once and in order", spec, rows[::-1], chunks)
-    changed = [*rows[:3], replace(rows[3], request_digest="0" * 64)]
+    changed = [*rows[:3], rows[3]._replace(request_digest="0" * 64)]
     refused("the input is not the one that the dataset was begun with", spec, changed, chunks)
     with pytest.raises(IntegrityError, match="shard 1 does not exist"):
         assemble_shard(spec, 1, rows, chunks)
@@ -280,7 +280,7 @@ def test_engines_that_may_differ(spec, rows):
 
 
 def test_token_ids_may_come_from_the_engine(spec, rows):
-    bare = [replace(row, token_ids=None) for row in rows]
+    bare = [row._replace(token_ids=None) for row in rows]
     chunk = replace(capture(rows, spec), token_ids={row.index: row.token_ids for row in rows})
     theirs = assemble_shard(spec, 0, bare, [chunk])
     ours = assemble_shard(spec, 0, rows, [capture(rows, spec)])

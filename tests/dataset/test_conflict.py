@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from dataset_builders import FAILED_ROW, MODEL, make_rows, make_spec, rows_of, stage_all
 
@@ -126,7 +124,7 @@ def test_rows_that_cannot_be_read_hide_no_conflict(store, damage, code, committe
     if damage == "flipped":  # a letter of an id, which would be told as that of a row
         assert data.count("行-5".encode()) == 1
         store.put(key, data.replace("行-5".encode(), "行-6".encode()))
-    changed = [replace(row, request_digest=f"{row.index:064}") for row in rows]
+    changed = [row._replace(request_digest=f"{row.index:064}") for row in rows]
     error = refused(store, make_spec(changed), changed)
     assert error.code == ("dataset_immutable" if committed else "dataset_conflict")
     ids = [rows[index].id for index in (0, 1, 2, 6, 7)]

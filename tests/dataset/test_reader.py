@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -550,7 +549,7 @@ def test_selected_rows_are_read_from_their_own_shards_alone(local, rows, monkeyp
 @pytest.mark.requirement("C-8")
 def test_a_row_of_one_token_has_its_first_and_last_twice(store, root):
     rows = make_rows(3)
-    rows[1] = replace(rows[1], token_ids=np.array([7], np.int32))
+    rows[1] = rows[1]._replace(token_ids=np.array([7], np.int32))
     spec = make_spec(rows, position="index:0,-1", sites=SITES)
     stage_all(store, spec, rows)
     commit_manifest(store, "d")

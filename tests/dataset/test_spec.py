@@ -12,7 +12,7 @@ from wllm_ray.errors import InvalidInputError
 from wllm_ray.plan import ShardLimits
 from wllm_ray.records import CaptureIdentity, InputRow, RowFailure
 from wllm_ray.schema import StorageOptions
-from wllm_ray.tokens import make_record, tokens_bound
+from wllm_ray.tokens import make_records, tokens_bound
 
 SITES = ("embed", "L1_attn_out_prelinear")
 ROW_BYTES = 4 * (4 + 6)  # one feature row of both sites
@@ -30,11 +30,8 @@ def identity(position, sites=SITES):
 
 
 def records(contents, position="all_prompt", **options):
-    asked = identity(position)
-    return [
-        make_record(index, InputRow(f"r{index}", content), asked, **options)
-        for index, content in enumerate(contents)
-    ]
+    rows = [InputRow(f"r{index}", content) for index, content in enumerate(contents)]
+    return [record._replace(**options) for record in make_records(rows, identity(position))]
 
 
 def spec_of(rows, position="all_prompt", max_rows=4096, feature_rows=10**6, **options):

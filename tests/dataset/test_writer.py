@@ -79,7 +79,7 @@ def refused(store, asked, rows):
 
 def test_a_conflict_names_the_shards_of_which_no_row_is_staged(store, spec, rows):
     create_spec(store, spec)
-    changed = [*rows[:4], replace(rows[4], request_digest="0" * 64), *rows[5:]]
+    changed = [*rows[:4], rows[4]._replace(request_digest="0" * 64), *rows[5:]]
     error = refused(store, make_spec(changed), changed)
     assert error.code == "dataset_conflict"
     assert "was begun with another request; what differs: shards [1]. Use" in error.message
@@ -105,7 +105,7 @@ def test_a_conflict_over_a_field_names_it_alone(store, rows, name, value, said):
     if name == "max_rows_per_shard":
         asked, changed = make_spec(rows, per_shard=value), rows
     else:
-        changed = [replace(row, request_digest=f"{row.index:064}") for row in rows]
+        changed = [row._replace(request_digest=f"{row.index:064}") for row in rows]
         asked = make_spec(changed, **{name: value})
     error = refused(store, asked, changed)
     assert f"what differs: field {said}. Use another dataset id" in error.message
@@ -116,7 +116,7 @@ def test_a_conflict_over_a_field_names_it_alone(store, rows, name, value, said):
 def test_a_conflict_lists_twenty_and_counts_the_others(store):
     rows = make_rows(50)
     write_dataset(store, rows, per_shard=2)
-    changed = [replace(row, request_digest=f"{row.index:064}") for row in rows]
+    changed = [row._replace(request_digest=f"{row.index:064}") for row in rows]
     error = refused(store, make_spec(changed, per_shard=2), changed)
     ids = [row.id for row in rows[:20]]
     assert error.details == {
@@ -133,7 +133,7 @@ def test_a_conflict_lists_twenty_and_counts_the_others(store):
 def test_an_inserted_row_is_named_and_those_behind_it_are_not(store):
     """They are in other shards than before, but the same."""
     rows = make_rows(9)
-    inserted = [replace(row, index=n) for n, row in enumerate([rows[8], *rows[:8]])]
+    inserted = [row._replace(index=n) for n, row in enumerate([rows[8], *rows[:8]])]
     write_dataset(store, rows[:8])
     error = refused(store, make_spec(inserted), inserted)
     assert error.details["shards"] == [0, 1, 2]
@@ -152,7 +152,7 @@ def test_rows_in_a_shard_that_was_not_stored_are_named(store):
 def test_a_conflict_names_the_staged_rows_that_differ(store, spec, rows):
     create_spec(store, spec)
     stage(store, spec, rows, 1)
-    changed = [*rows[:4], replace(rows[4], request_digest="0" * 64), *rows[5:]]
+    changed = [*rows[:4], rows[4]._replace(request_digest="0" * 64), *rows[5:]]
     asked = make_spec(changed)
     with pytest.raises(ConflictError, match=r"shards \[1\], rows \['r-4'\]") as error:
         create_spec(store, asked, rows_of=lambda shard: rows_of(asked, changed, shard))
@@ -164,7 +164,7 @@ def test_a_conflict_names_rows_that_changed_places(store, rows):
     create_spec(store, spec)
     stage(store, spec, rows, 1)
     moved = list(rows)
-    moved[3], moved[4] = (replace(rows[4], index=3), replace(rows[3], index=4))
+    moved[3], moved[4] = (rows[4]._replace(index=3), rows[3]._replace(index=4))
     asked = make_spec(moved)
     with pytest.raises(ConflictError) as error:
         create_spec(store, asked, rows_of=lambda shard: rows_of(asked, moved, shard))

@@ -12,7 +12,7 @@ from wllm_ray.engines.auto_batch import AutoBatch, MemoryProfile, RowsPerCall, b
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.records import InputRow
 from wllm_ray.requests import select
-from wllm_ray.tokens import make_record
+from wllm_ray.tokens import make_records
 
 MIB = 1024 * 1024
 
@@ -24,14 +24,11 @@ def selection_of(position="last_prompt", layers=(0, 1)):
 
 
 def records_of(lengths, selection):
+    rows = [InputRow(f"r{n}", {"token_ids": [1] * size}) for n, size in enumerate(lengths)]
+    records = make_records(rows, selection.identity)
     return [
-        make_record(
-            n,
-            InputRow(f"r{n}", {"token_ids": [1] * size}),
-            selection.identity,
-            token_ids=[1] * size,
-        )
-        for n, size in enumerate(lengths)
+        record._replace(token_ids=np.ones(size, np.int32))
+        for record, size in zip(records, lengths, strict=True)
     ]
 
 

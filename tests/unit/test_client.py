@@ -23,7 +23,7 @@ from tests.fakes import (
 from wllm_ray.client import AsyncWLLMClient, WLLMClient
 from wllm_ray.client.border import error_from_response, translated
 from wllm_ray.client.connection import Connection
-from wllm_ray.client.remote import Remote, check_answer, request_bodies, sent_row
+from wllm_ray.client.remote import Remote, check_answer, request_bodies
 from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.digest import canonical_json, parse_json
@@ -48,6 +48,7 @@ from wllm_ray.records import CaptureIdentity, Chunk, InputRow, RowFailure
 from wllm_ray.requests import select
 from wllm_ray.schema import ActivationResponse, ExtractionSchema, StorageOptions
 from wllm_ray.sites import HookSite, parse_site
+from wllm_ray.tokens import make_records
 
 SOURCES = Path(__file__).resolve().parents[2]
 IDENTITY = CaptureIdentity(
@@ -323,7 +324,8 @@ async def test_an_answer_about_something_else_is_a_protocol_error(change, said):
     schema = await connection.get("/v1/extraction-schema", ExtractionSchema)
     remote = Remote(connection, card, asked, schema)
     remote._selection = replace(asked, **change)
-    row = sent_row(0, InputRow("a", {"prompt": "x"}), asked.identity)
+    source = InputRow("a", {"prompt": "x"})
+    row = next(make_records([source], asked.identity))._replace(source=source)
     with pytest.raises(CaptureError, match=said):
         await remote.capture(Chunk(0, (row,)))
     await connection.close()
@@ -336,7 +338,7 @@ async def test_an_answer_with_another_number_of_feature_rows_is_a_protocol_error
     asked = select(
         await connection.model(MODEL), layers=[0], site="block", sites=None, position="all_prompt"
     )
-    row = sent_row(0, InputRow("a", {"prompt": "xyz"}), asked.identity)
+    row = next(make_records([InputRow("a", {"prompt": "xyz"})], asked.identity))
     request = {"model": MODEL, "layers": [0], "position": "all_prompt"}
     body = canonical_json(request | {"rows": [{"id": "a", "prompt": "xyz"}]})
     answer = await connection.post("/v1/activation-datasets", body, accept="application/json")
@@ -362,11 +364,9 @@ def test_answers_are_cut_to_the_bounds_of_the_server():
 
 
 def test_request_bodies_keep_both_bounds_and_lose_no_row():
-    rows = [
-        sent_row(n, InputRow(f"r{n}", {"prompt": "x" * (40 * n)}, f'{{"n":{n}}}'), IDENTITY)
-        for n in range(12)
-    ]
-    counted = [(row, 1 + row.index % 3) for row in rows]
+    sources = [InputRow(f"r{n}", {"prompt": "x" * (40 * n)}, f'{{"n":{n}}}') for n in range(12)]
+    rows = list(make_records(sources, IDENTITY))
+    counted = [(row, source, 1 + row.index % 3) for row, source in zip(rows, sources, strict=True)]
     parts = list(request_bodies({"model": "m"}, counted, max_feature_rows=4, max_bytes=400))
     assert [row.id for part, _ in parts for row in part] == [row.id for row in rows]
     assert max(sum(1 + row.index % 3 for row in part) for part, _ in parts) == 4

@@ -1,6 +1,7 @@
 """One job, whoever runs it."""
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Sequence
@@ -101,6 +102,19 @@ def test_a_job_over_rows_that_are_read_twice_makes_the_dataset_that_a_request_ma
     again = driver.run()
     assert (again.resumed, again.manifest) == (3, outcome.manifest)
     assert driver.app.engine.tasks == ran
+
+
+def test_the_collector_rests_while_a_shard_is_read_and_not_longer(tmp_path):
+    driver = Driver(tmp_path, rows_of(10))
+    spec = spec_of(driver.plan)
+    was_on = []
+
+    def tokenize(rows, first_index):
+        was_on.append(gc.isenabled())
+        return driver._tokenize(rows, first_index)
+
+    was_on += (gc.isenabled() for _ in read_shards(driver.plan.rows, spec, tokenize))
+    assert was_on == [False, True] * 3
 
 
 UNEVEN = ("embed", "L1_attn_out_prelinear", "L3_attn_out_prelinear")  # 8, 12 and 16 wide

@@ -1,6 +1,10 @@
 """What the system says of memory."""
 
+import gc
+import threading
 from pathlib import Path
+
+import pytest
 
 from wllm_ray import memory
 
@@ -40,3 +44,37 @@ def test_freed_memory_that_the_c_library_keeps_is_given_back():
     memory.release_unused()
     assert before - memory.resident_memory() > 100 * MIB
     del pins
+
+
+def test_the_collector_rests_until_the_last_caller_is_done():
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with memory.collector_paused():
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with memory.collector_paused():
+        thread.start()
+        assert entered.wait(60)
+    assert not gc.isenabled()
+    leave.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_the_collector_goes_on_after_an_error():
+    with pytest.raises(KeyError), memory.collector_paused():
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_a_collector_that_the_caller_turned_off_stays_off():
+    gc.disable()
+    try:
+        with memory.collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

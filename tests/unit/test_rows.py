@@ -2,15 +2,19 @@
 
 import io
 import json
+from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.fakes import MAX_MODEL_LEN, VOCAB_SIZE, FakeTokenizer
+from wllm_ray import rows
 from wllm_ray.digest import canonical_text, parse_json
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.records import CaptureIdentity, InputRow
 from wllm_ray.rows import MAX_LISTED_PROBLEMS, parse_objects, parse_rows, read_jsonl
-from wllm_ray.tokens import TokenLimits, make_record, tokenize_rows
+from wllm_ray.tokens import TokenLimits, make_records, tokenize_rows
 
 IDENTITY = CaptureIdentity(
     model_revision="m",
@@ -186,6 +190,36 @@ def test_metadata_of_exactly_64_kib_is_taken():
     assert parse(line(metadata={"k": "x" * (65536 - len('{"k":""}'))}))
 
 
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.just("\ud83d")
+)
+VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.just("x" * 600) | st.just({"k": "y" * 70_000})
+OBJECTS = st.dictionaries(st.sampled_from("abé"), VALUES, max_size=3)
+ROWS = st.fixed_dictionaries(
+    {"id": st.just("r") | VALUES, "prompt": st.just("p") | VALUES, "metadata": OBJECTS | VALUES},
+    optional={"messages": VALUES},
+) | st.dictionaries(st.sampled_from(["id", "prompt", "metadata", "token_ids", "é"]), VALUES)
+
+
+@pytest.mark.requirement("L-6")
+@given(ROWS)
+def test_the_short_way_for_usual_rows_says_what_the_long_way_says(value):
+    def outcome():
+        try:
+            return rows.check_row(value)
+        except InvalidInputError as error:
+            return error.message
+
+    found = outcome()
+    with mock.patch.object(rows, "_usual_row", return_value=None):
+        assert outcome() == found
+
+
 @pytest.mark.requirement("L-6")
 def test_every_offending_line_is_listed_and_nothing_is_returned():
     data = b"".join(line(id=f"r{n}", prompt=n) for n in range(70))
@@ -239,17 +273,16 @@ def test_objects_that_json_cannot_say_are_listed_like_any_problem(metadata, mess
 def test_integers_of_any_size_reach_metadata_and_digest(digits):
     number = b"9" * digits
     row = parse(b'{"id":"a","prompt":"x","metadata":{"n":' + number + b"}}")[0]
-    record = make_record(0, row, IDENTITY)
+    less = InputRow("a", {"prompt": "x"}, canonical_text({"n": row.metadata["n"] - 1}))
+    record, other = make_records([row, less], IDENTITY)
     assert record.metadata_json == '{"n":' + number.decode() + "}"
-    other = InputRow("a", {"prompt": "x"}, canonical_text({"n": row.metadata["n"] - 1}))
-    assert make_record(0, other, IDENTITY).request_digest != record.request_digest
+    assert other.request_digest != record.request_digest
 
 
 @pytest.mark.requirement("L-6")
 def test_one_and_one_point_zero_stay_apart():
-    whole, real = (
-        make_record(0, parse(line(metadata=value))[0], IDENTITY) for value in ({"n": 1}, {"n": 1.0})
-    )
+    rows = [parse(line(metadata=value))[0] for value in ({"n": 1}, {"n": 1.0})]
+    whole, real = make_records(rows, IDENTITY)
     assert (whole.metadata_json, real.metadata_json) == ('{"n":1}', '{"n":1.0}')
     assert whole.request_digest != real.request_digest
 
@@ -258,7 +291,7 @@ def test_one_and_one_point_zero_stay_apart():
 def test_the_order_of_keys_does_not_change_a_digest():
     first = parse(b'{"id":"a","prompt":"x","metadata":{"a":1,"b":2}}')[0]
     second = parse(b'{"metadata":{"b":2,"a":1},"prompt":"x","id":"a"}')[0]
-    digests = {make_record(0, row, IDENTITY).request_digest for row in (first, second)}
+    digests = {row.request_digest for row in make_records([first, second], IDENTITY)}
     assert len(digests) == 1
 
 
@@ -325,6 +358,6 @@ def test_the_templates_own_words_do_not_leave():
 
 def test_lone_surrogates_in_metadata_are_carried_as_escapes():
     row = parse(b'{"id":"a","prompt":"x","metadata":{"k":"\\ud83d"}}')[0]
-    text = make_record(0, row, IDENTITY).metadata_json
+    text = next(make_records([row], IDENTITY)).metadata_json
     assert text == '{"k":"\\ud83d"}'
     assert parse_json(text) == row.metadata

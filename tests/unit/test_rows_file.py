@@ -138,6 +138,20 @@ def test_an_object_under_a_storage_root_is_read_like_a_file(tmp_path):
         RowsFile("memory://inputs/absent.jsonl").check()
 
 
+@pytest.mark.requirement("L-6")
+def test_keys_that_occur_twice_are_found_by_the_first_pass_and_left_to_digests_afterwards(tmp_path):
+    twice = b'{"id":"a","prompt":"x","prompt":"y"}\n'
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(twice)
+    with pytest.raises(InvalidInputError, match="line 1: key 'prompt' occurs twice"):
+        RowsFile(path).check()
+    path.write_bytes(b'{"id":"a","prompt":"x"}\n')
+    rows = RowsFile(path)
+    rows.check()
+    path.write_bytes(twice)
+    assert [row.content for row in rows()] == [{"prompt": "y"}]
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InvalidInputError, match=r"no file .*absent.jsonl on the machine where"):
         RowsFile(tmp_path / "absent.jsonl")

@@ -30,7 +30,7 @@ from wllm_ray.positions import PositionLike
 from wllm_ray.records import InputRow
 from wllm_ray.requests import Selection, select
 from wllm_ray.schema import ActivationResponse, ExtractionSchema, ModelCard, StorageOptions
-from wllm_ray.tokens import make_record
+from wllm_ray.tokens import make_records
 from wllm_ray.wire import JSON
 
 __all__ = ["AsyncWLLMClient"]
@@ -186,8 +186,7 @@ class AsyncWLLMClient:
         options = RunOptions(batch_size, flow=FlowLimits(attempts=1))
         outcome = await run_over_http(remote, store, plan, options)
         if outcome.transient:
-            identity = plan.selection.identity
-            records = [make_record(index, row, identity) for index, row in enumerate(rows)]
+            records = list(make_records(rows, plan.selection.identity))
             raise rows_failed(records, outcome.transient)
         return await asyncio.to_thread(load_dataset, store, outcome.spec.dataset_id)
 
@@ -209,7 +208,7 @@ class AsyncWLLMClient:
             "/v1/activation-datasets", canonical_json(request), accept=JSON
         )
         response = self._connection.parse(answer, ActivationResponse)
-        records = [make_record(n, row, selection.identity) for n, row in enumerate(rows)]
+        records = list(make_records(rows, selection.identity))
         check_answer(records, response, selection)
         return await asyncio.to_thread(self._load, response)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from wllm_ray.client.remote import Answer, Remote, SentRow, as_served, sent_row
+from wllm_ray.client.remote import Answer, Remote, as_served
 from wllm_ray.dataset.format.manifest import DatasetSpec, Manifest
 from wllm_ray.dataset.stores.store import Store
 from wllm_ray.dataset.writing.writer import StageResult, commit_manifest, stage_shard
@@ -16,7 +16,8 @@ from wllm_ray.job.progress import Progress
 from wllm_ray.job.run import Job, JobOutcome, RunOptions, run_job
 from wllm_ray.job.source import NamedRows, SourcePlan, read_shards, spec_of
 from wllm_ray.plan import Shard
-from wllm_ray.records import InputRow
+from wllm_ray.records import InputRow, RowRecord
+from wllm_ray.tokens import make_records
 
 __all__ = ["run_over_http"]
 
@@ -44,9 +45,9 @@ async def run_over_http(
         WLLMError: The application refused, or storage failed; what is staged stays.
     """
 
-    def sent(rows: Sequence[InputRow], first_index: int) -> list[SentRow]:
-        identity = plan.selection.identity
-        return [sent_row(n, row, identity) for n, row in enumerate(rows, start=first_index)]
+    def sent(rows: Sequence[InputRow], first_index: int) -> list[RowRecord]:
+        records = make_records(rows, plan.selection.identity, first_index)
+        return [one._replace(source=row) for one, row in zip(records, rows, strict=True)]
 
     async def stage(
         spec: DatasetSpec, shard: Shard, payloads: Sequence[list[Answer]]

@@ -7,7 +7,7 @@ computed; that digest must be the one computed here, so that both sides mean the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,6 @@ from wllm_ray.digest import canonical_json
 from wllm_ray.errors import CaptureError, UnavailableError
 from wllm_ray.records import (
     CapturedChunk,
-    CaptureIdentity,
     Chunk,
     EngineDescription,
     InputRow,
@@ -25,34 +24,19 @@ from wllm_ray.records import (
 )
 from wllm_ray.requests import Selection
 from wllm_ray.schema import ActivationResponse, ExtractionSchema, ModelCard, RowResult
-from wllm_ray.tokens import make_record
 from wllm_ray.wire import ARROW_STREAM, Inline, decode_arrow
 
-__all__ = ["Answer", "Remote", "SentRow", "as_served", "check_answer", "request_bodies", "sent_row"]
+__all__ = ["Answer", "Remote", "as_served", "check_answer", "request_bodies"]
 
 FLOAT32_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class SentRow(RowRecord):
-    """A row without token ids, together with what is sent of it."""
-
-    source: InputRow
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """Rows as sent, and the inline answer to exactly these."""
 
-    rows: tuple[SentRow, ...]
+    rows: tuple[RowRecord, ...]
     inline: Inline
-
-
-def sent_row(index: int, row: InputRow, identity: CaptureIdentity) -> SentRow:
-    """Bind a row to its request, keeping its content for sending."""
-    record = make_record(index, row, identity)
-    values = {one.name: getattr(record, one.name) for one in fields(RowRecord)}
-    return SentRow(**values, source=row)
 
 
 class Remote:
@@ -95,20 +79,20 @@ class Remote:
                 (``server_unreachable``), or an answer took too long (``deadline_exceeded``).
             WLLMError: What the application said.
         """
-        rows = [row for row in chunk.rows if isinstance(row, SentRow)]
+        rows = [(row, row.source) for row in chunk.rows if row.source is not None]
         bodies = request_bodies(
             self._request,
-            [(row, self._at_most(row)) for row in rows],
+            [(row, source, self._at_most(row)) for row, source in rows],
             max_feature_rows=self._max_feature_rows,
             max_bytes=self._max_body_bytes,
         )
         return [await self._ask(part, body) for part, body in bodies]
 
-    def _at_most(self, row: SentRow) -> int:
+    def _at_most(self, row: RowRecord) -> int:
         """Feature rows that the answer may hold for a row, which only the server tokenises."""
         return self._selection.feature_rows_at(min(row.tokens_bound, self.card.max_model_len))
 
-    async def _ask(self, rows: tuple[SentRow, ...], body: bytes) -> Answer:
+    async def _ask(self, rows: tuple[RowRecord, ...], body: bytes) -> Answer:
         try:
             response = await self._connection.post(
                 "/v1/activation-datasets", body, accept=ARROW_STREAM
@@ -130,16 +114,16 @@ class Remote:
 
 def request_bodies(
     request: Mapping[str, object],
-    rows: Iterable[tuple[SentRow, int]],
+    rows: Iterable[tuple[RowRecord, InputRow, int]],
     *,
     max_feature_rows: int,
     max_bytes: int,
-) -> Iterator[tuple[tuple[SentRow, ...], bytes]]:
+) -> Iterator[tuple[tuple[RowRecord, ...], bytes]]:
     """Cut rows into requests that keep both bounds; a row over one of them goes alone.
 
     Args:
         request: What all bodies have in common.
-        rows: Each with how many feature rows it gives at most.
+        rows: Each with what is sent of it and how many feature rows it gives at most.
         max_feature_rows: Bound of one answer.
         max_bytes: Bound of one body.
 
@@ -147,11 +131,10 @@ def request_bodies(
         (rows, request body).
     """
     head = canonical_json(request)[:-1] + b',"rows":['
-    part: list[SentRow] = []
+    part: list[RowRecord] = []
     texts: list[bytes] = []
     size, expected = len(head) + 2, 0
-    for row, count in rows:
-        source = row.source
+    for row, source, count in rows:
         text = canonical_json({"id": source.id, "metadata": source.metadata, **source.content})
         if part and (expected + count > max_feature_rows or size + len(text) + 1 > max_bytes):
             yield tuple(part), head + b",".join(texts) + b"]}"
@@ -230,11 +213,11 @@ def as_served(
 
 
 def _tokenized(row: RowRecord, result: RowResult | None) -> RowRecord:
-    plain = RowRecord(**{one.name: getattr(row, one.name) for one in fields(RowRecord)})
+    plain = row._replace(source=None)
     if result is None:
         return plain
     ids = None if result.token_ids is None else np.asarray(result.token_ids, dtype=np.int32)
-    return replace(plain, token_ids=ids, failure=result.failure if _was_refused(result) else None)
+    return plain._replace(token_ids=ids, failure=result.failure if _was_refused(result) else None)
 
 
 def _was_refused(result: RowResult) -> bool:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from wllm_ray.dataset.format.manifest import DatasetSpec
 from wllm_ray.dataset.writing.spec import build_spec
+from wllm_ray.memory import collector_paused
 from wllm_ray.plan import Shard, ShardLimits
 from wllm_ray.records import InputRow, RowRecord
 from wllm_ray.requests import Selection, Served, traced
@@ -106,7 +107,9 @@ def read_shards(
             for _ in batch:
                 pass
         else:
-            yield Shard(number, tuple(to_records(list(batch), asked.first_row)))
+            with collector_paused():  # everything made here is kept, and there is much of it
+                shard = Shard(number, tuple(to_records(list(batch), asked.first_row)))
+            yield shard
 
 
 class NamedRows:
