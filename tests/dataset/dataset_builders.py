@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from wllm_ray.dataset.format.layout import folder, manifest_key, receipt_key, spec_key
 from wllm_ray.dataset.format.manifest import DatasetSpec, ShardSpec
+from wllm_ray.dataset.reading.staged import load_spec, read_receipts
+from wllm_ray.dataset.stores.store import Store
 from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard
 from wllm_ray.digest import canonical_json, request_digest, requests_digest
 from wllm_ray.positions import feature_rows_of, resolve
@@ -225,3 +228,14 @@ def write_dataset(store, rows, *, described=None, **options):
     spec = make_spec(rows, **options)
     stage_all(store, spec, rows, **(described or {}))
     return commit_manifest(store, spec.dataset_id)
+
+
+def orphans(store: Store, dataset_id: str) -> list[tuple[str, int]]:
+    """(name, bytes) of files in the dataset's folder that neither spec nor receipts name."""
+    there = dict(store.list(folder(dataset_id)))
+    receipts = read_receipts(store, load_spec(store, dataset_id), there)
+    known = {spec_key(dataset_id), manifest_key(dataset_id)}
+    for number, receipt in receipts.items():
+        known.add(receipt_key(dataset_id, number))
+        known.update(f"{folder(dataset_id)}/{entry.name}" for entry in receipt.files)
+    return [(key.rpartition("/")[2], size) for key, size in there.items() if key not in known]

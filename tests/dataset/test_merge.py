@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from dataset_builders import (
     features_of,
     make_rows,
     make_spec,
+    orphans,
     rows_of,
     stage_all,
     write_dataset,
@@ -31,7 +31,7 @@ from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.reading.verify import verify_dataset
 from wllm_ray.dataset.stores.store import open_store
 from wllm_ray.dataset.tools.merge import merge_datasets
-from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, orphans, stage_shard
+from wllm_ray.dataset.writing.writer import commit_manifest, create_spec, stage_shard
 from wllm_ray.digest import sha256_hex
 from wllm_ray.errors import ConflictError, IntegrityError, InvalidInputError, NotFoundError
 
@@ -59,8 +59,7 @@ SHAPES = {
 def named(prefix, count, failed=()):
     """Rows whose ids no other dataset has."""
     return [
-        replace(
-            row,
+        row._replace(
             id=f"{prefix}{row.index}",
             request_digest=sha256_hex(f"{prefix}{row.index}".encode()),
         )

@@ -8,7 +8,6 @@ import pytest
 from dataset_builders import make_rows, make_spec, stage_all, write_dataset
 
 from wllm_ray.dataset.reading.reader import load_dataset
-from wllm_ray.dataset.reading.staged import orphans
 from wllm_ray.dataset.tools.gc import collect_garbage
 from wllm_ray.dataset.tools.merge import merge_datasets
 from wllm_ray.dataset.writing.writer import commit_manifest
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.requirement("D-5")
     [
         lambda store: merge_datasets(store, ["d"], "e"),
         lambda store: commit_manifest(store, "d"),
-        lambda store: orphans(store, "d"),
     ],
 )
 def test_a_committed_dataset_that_lost_its_spec_was_begun(store, call):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +14,10 @@ from dataset_builders import FAILED_ROW, capture, make_rows, make_spec, rows_of,
 
 from wllm_ray.dataset.format.build import manifest_digest
 from wllm_ray.dataset.format.documents import read_manifest, read_receipt
-from wllm_ray.dataset.format.layout import file_name, folder, manifest_key, receipt_key
+from wllm_ray.dataset.format.layout import file_name, folder, manifest_key, receipt_key, spec_key
 from wllm_ray.dataset.format.manifest import TraceSpec, document_bytes
 from wllm_ray.dataset.format.rows import ROWS_SCHEMA, decode_rows
+from wllm_ray.dataset.reading import checks
 from wllm_ray.dataset.reading.reader import load_dataset
 from wllm_ray.dataset.reading.repeated import Place, RowIds
 from wllm_ray.dataset.reading.rowtable import read_rows
@@ -388,6 +390,42 @@ def test_so_many_files_are_read_at_once(options):
     assert len(wanted) == threads >= 2
 
 
+def test_local_files_are_read_by_no_more_threads_than_there_are_cores(tmp_path, monkeypatch):
+    write_dataset(open_store(tmp_path), make_rows(30))
+    threads, real = set(), checks.get_document
+
+    def get_document(*asked):
+        threads.add(threading.get_ident())
+        time.sleep(0.01)  # or one thread would do all
+        return real(*asked)
+
+    monkeypatch.setattr(checks, "get_document", get_document)
+    for cores, expected in ((1, 1), (2, 2), (64, THREADS)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        threads.clear()
+        assert verify_dataset(tmp_path, "d").ok
+        assert len(threads) == expected
+
+
+def test_one_thread_begins_with_the_tables_and_the_others_with_features(store, root, monkeypatch):
+    write_dataset(store, make_rows(30))
+    begun: dict[int, list[str]] = {}
+    meeting = threading.Barrier(3)
+    real = checks.Check.fault
+
+    def fault(self):
+        mine = begun.setdefault(threading.get_ident(), [])
+        mine.append(self.file)
+        if len(mine) == 1 and len(begun) <= meeting.parties:
+            meeting.wait(timeout=30)
+        return real(self)
+
+    monkeypatch.setattr(checks.Check, "fault", fault)
+    assert verify_dataset(root, "d", threads=3).ok
+    firsts = [files[0].rpartition(".")[2] for files in begun.values()][: meeting.parties]
+    assert sorted(firsts) == ["json", "npy", "npy"]
+
+
 def test_a_dataset_that_was_begun_is_told_from_one_that_is_not_there(store, root):
     rows = make_rows(6)
     spec = make_spec(rows)
@@ -445,6 +483,35 @@ def test_files_of_a_shard_whose_receipt_is_missing_are_not_called_left_over(stor
     assert [fault.code for fault in report.faults] == ["file_missing"]
     assert [note.partition(":")[0] for note in report.notes] == ["datasets/d/notes.txt"]
     assert len(manifest.shards) == 2
+
+
+def test_what_is_left_over_is_told_of_a_damaged_dataset_as_well(store):
+    write_dataset(store, make_rows(6))
+    store.put(f"{folder('d')}/notes.txt", b"mine")
+    store.put(f"{folder('d')}/shard-00007.receipt.json", b"{}")
+    store.put(spec_key("d"), b"{}", mode="overwrite")
+    report = verify_dataset(store, "d")
+    assert [fault.file for fault in report.faults] == ["spec.json"]
+    assert report.notes == (
+        "datasets/d/notes.txt: 4 bytes, no record",
+        "datasets/d/shard-00007.receipt.json: 2 bytes, no record",
+    )
+
+
+def test_a_folder_that_cannot_be_listed_is_a_fault_and_hides_no_other(store, monkeypatch):
+    manifest = write_dataset(store, make_rows(6))
+    store.delete(receipt_key("d", 1))
+
+    def fails(_prefix):
+        raise StorageError("could not list", code="storage_failed")
+
+    monkeypatch.setattr(store, "list", fails)
+    report = verify_dataset(store, "d")
+    assert [(one.code, one.file) for one in report.faults] == [
+        ("storage_failed", "datasets/d"),
+        ("file_missing", receipt_key("d", 1).rpartition("/")[2]),
+    ]
+    assert (report.notes, report.bytes) == ((), manifest.bytes)
 
 
 def test_a_fault_names_its_file_once_also_where_it_is_raised(store):

@@ -64,10 +64,7 @@ def _stand_in_pictures(request, monkeypatch):
 
 
 def with_metadata(rows, fields):
-    return [
-        dataclasses.replace(row, metadata_json=canonical_json(fields(row.index)).decode())
-        for row in rows
-    ]
+    return [row._replace(metadata_json=canonical_json(fields(row.index)).decode()) for row in rows]
 
 
 def write(root, rows, *, features=None, engines=None, **options):
@@ -481,9 +478,7 @@ def hostile_page(tmp_path_factory):
     root = str(tmp_path_factory.mktemp("hostile"))
     rows = make_rows(len(HOSTILE) * 4, failed=[0])
     rows = [
-        dataclasses.replace(
-            row, id=f"{HOSTILE[row.index % len(HOSTILE)]}{row.index}".replace("\ud83d", "")
-        )
+        row._replace(id=f"{HOSTILE[row.index % len(HOSTILE)]}{row.index}".replace("\ud83d", ""))
         for row in rows
     ]
     rows = with_metadata(rows, lambda index: dict.fromkeys(HOSTILE, HOSTILE[index % len(HOSTILE)]))

@@ -16,7 +16,6 @@ from wllm_ray.dataset.format.documents import (
 )
 from wllm_ray.dataset.format.layout import (
     MANIFEST_NAME,
-    SPEC_NAME,
     folder,
     manifest_key,
     receipt_key,
@@ -38,7 +37,6 @@ __all__ = [
     "expect_not_lost",
     "expect_size",
     "load_spec",
-    "orphans",
     "read_receipts",
     "staged_shards",
     "standing_manifest",
@@ -113,22 +111,6 @@ def staged_shards(store: Store, spec: DatasetSpec) -> dict[int, Receipt]:
         for entry in receipt.files:
             check_file(store, spec.dataset_id, entry)
     return staged
-
-
-def orphans(store: Store, dataset_id: str) -> list[tuple[str, int]]:
-    """(name, bytes) of files in the dataset's folder that no record names.
-
-    They are what attempts left that died or lost a race; harmless, and removed only by hand.
-    """
-    spec = load_spec(store, dataset_id)
-    sizes = dict(store.list(folder(dataset_id)))
-    receipts = read_receipts(store, spec, sizes)
-    known = {SPEC_NAME, MANIFEST_NAME}
-    for number, receipt in receipts.items():
-        known.add(receipt_key(dataset_id, number).rpartition("/")[2])
-        known.update(entry.name for entry in receipt.files)
-    names = {key.removeprefix(folder(dataset_id) + "/"): size for key, size in sizes.items()}
-    return sorted((name, size) for name, size in names.items() if name not in known)
 
 
 def read_receipts(store: Store, spec: DatasetSpec, sizes: dict[str, int]) -> dict[int, Receipt]:

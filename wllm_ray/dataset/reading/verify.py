@@ -5,30 +5,25 @@ Loading stops at the first fault; this goes on and lists them all.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
 from typing import Any, TypeAlias
 
-from wllm_ray.dataset.format.documents import read_receipt
-from wllm_ray.dataset.format.layout import MANIFEST_NAME, SPEC_NAME, folder, receipt_key, spec_key
-from wllm_ray.dataset.format.manifest import Manifest, Receipt, ShardEntry, document_bytes
-from wllm_ray.dataset.reading.decided import get_document
+from wllm_ray.dataset.format.layout import DATASETS, MANIFEST_NAME, folder
+from wllm_ray.dataset.reading.checks import Check, Checker, Fault
 from wllm_ray.dataset.reading.files import DatasetFiles, open_manifest
-from wllm_ray.dataset.reading.recheck import check_manifest, check_rows, check_traces, check_vectors
-from wllm_ray.dataset.reading.repeated import RowIds
-from wllm_ray.dataset.reading.rowtable import good_rows
-from wllm_ray.dataset.reading.staged import orphans
 from wllm_ray.dataset.stores.store import Root, Store, open_store
-from wllm_ray.digest import sha256_hex
-from wllm_ray.errors import IntegrityError, NotFoundError, WLLMError
+from wllm_ray.errors import IntegrityError
 
 __all__ = ["THREADS", "Fault", "OnBytes", "VerifyReport", "verify_dataset", "verify_files"]
 
-# How many files are in memory at once where the root is no local folder; 64 MiB each by default.
+# How many files are read at once, so in memory where the root is no local folder: 64 MiB each by
+# default. Local ones by no more threads than there are cores, which would only be in each other's
+# way.
 THREADS = 4
 # Told how many bytes are done, of how many.
 OnBytes: TypeAlias = Callable[[int, int], None]
@@ -41,15 +36,6 @@ _RESTORE = (
 
 def ignore_bytes(_done: int, _total: int) -> None:
     """Progress that nobody watches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One thing that is not what its record says."""
-
-    code: str
-    file: str
-    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,46 +88,16 @@ class VerifyReport:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """One look at one file.
-
-    Attributes:
-        file: Which.
-        bytes: How much of it is read.
-        run: Raises what is wrong.
-    """
-
-    file: str
-    bytes: int
-    run: Callable[[], object]
-
-    def fault(self) -> Fault | None:
-        """What is wrong, or None."""
-        try:
-            self.run()
-        except NotFoundError as error:
-            return self._fault("file_missing", error)
-        except WLLMError as error:
-            return self._fault(error.code, error)
-        return None
-
-    def _fault(self, code: str, error: WLLMError) -> Fault:
-        """Without the file's name where the message begins with it: a fault has it already."""
-        return Fault(
-            code, self.file, re.sub(rf"^(\S*/)?{re.escape(self.file)}: ", "", error.message)
-        )
-
-
 def verify_dataset(
-    root: Root, dataset_id: str, *, threads: int = THREADS, on_bytes: OnBytes = ignore_bytes
+    root: Root, dataset_id: str, *, threads: int | None = None, on_bytes: OnBytes = ignore_bytes
 ) -> VerifyReport:
     """Check manifest, spec, receipts, every size, digest, header, table and value.
 
     Args:
         root: The storage root.
         dataset_id: Which dataset.
-        threads: How many files are read at once.
+        threads: How many files are read at once; by default :data:`THREADS`, of local ones as
+            many as there are cores if that is less.
         on_bytes: Told how many bytes are checked, of how many.
 
     Raises:
@@ -177,136 +133,52 @@ def _advice_on(faults: list[Fault]) -> str:
 
 
 def verify_files(
-    files: DatasetFiles, *, threads: int = THREADS, on_bytes: OnBytes = ignore_bytes
+    files: DatasetFiles, *, threads: int | None = None, on_bytes: OnBytes = ignore_bytes
 ) -> VerifyReport:
     """Check everything but the manifest, which is checked already, through these files.
 
     Hashing lets go of the interpreter, so files are checked in parallel; each is read once.
     """
     manifest = files.manifest
-    checker = _Checker(files)
+    checker = Checker(files)
     checks = list(checker.checks())
     faults = []
     done, total = 0, sum(check.bytes for check in checks)
-    with ThreadPoolExecutor(threads) as pool:
-        for check, fault in zip(checks, pool.map(_Check.fault, checks), strict=True):
-            faults += [fault] if fault else []
-            done += check.bytes
-            on_bytes(done, total)
+    for check, fault in _run(checks, threads or _threads(files.store)):
+        faults += [fault] if fault else []
+        done += check.bytes
+        on_bytes(done, total)
     faults += checker.faults_between_files(is_sound=not faults)
     place = {check.file: number for number, check in enumerate(checks)}
     return VerifyReport(
         dataset_id=manifest.dataset_id,
         faults=tuple(sorted(faults, key=lambda fault: place.get(fault.file, -1))),
-        notes=_notes(files.store, manifest),
+        notes=tuple(f"{key}: {size} bytes, no record" for key, size in checker.without_record),
         files=1 + len(checks),
         bytes=manifest.bytes,
         advice=_advice_on(faults),
     )
 
 
-class _Checker:
-    """Looks at one file after the other, and remembers what only all of them together tell."""
-
-    def __init__(self, files: DatasetFiles) -> None:
-        self._files, self._store, self._manifest = files, files.store, files.manifest
-        self._spec = files.manifest.spec()
-        self._ids = RowIds()
-        self._receipts: dict[int, Receipt] = {}
-
-    def checks(self) -> Iterator[_Check]:
-        """What is to be done, in the order of the files."""
-        yield _Check(SPEC_NAME, 0, self._spec_document)
-        for shard in self._manifest.shards:
-            key = receipt_key(self._manifest.dataset_id, shard.shard)
-            yield _Check(key.rpartition("/")[2], 0, partial(self._receipt, key, shard))
-            rows, trace = shard.rows_file, shard.trace_file
-            yield _Check(rows.name, rows.bytes, partial(self._rows, shard))
-            for number, entry in enumerate(shard.features_files):
-                yield _Check(entry.name, entry.bytes, partial(self._features, shard, number))
-            if trace is not None:
-                yield _Check(trace.name, trace.bytes, partial(self._traces, shard))
-
-    def faults_between_files(self, *, is_sound: bool) -> list[Fault]:
-        """What is wrong although each file is right.
-
-        Args:
-            is_sound: No fault was found so far.
-        """
-        faults = list(self._repeated_ids())
-        if is_sound:
-            again = partial(check_manifest, self._manifest, self._receipts)
-            checks = [_Check(MANIFEST_NAME, 0, again), *self._trace_checks()]
-            faults += [fault for check in checks if (fault := check.fault())]
-        return faults
-
-    def _spec_document(self) -> None:
-        if get_document(self._store, spec_key(self._manifest.dataset_id)) != document_bytes(
-            self._spec
-        ):
-            raise IntegrityError(
-                "spec.json is not the spec that the manifest was made from", code="digest_mismatch"
-            )
-
-    def _receipt(self, key: str, shard: ShardEntry) -> None:
-        data = get_document(self._store, key)
-        if sha256_hex(data) != shard.receipt_sha256:
-            raise IntegrityError(
-                "the receipt is not the one that the manifest was made from",
-                code="digest_mismatch",
-            )
-        self._receipts[shard.shard] = read_receipt(data, self._spec, shard.shard)
-
-    def _rows(self, shard: ShardEntry) -> None:
-        batch = self._files.rows(shard.shard)
-        check_rows(batch, shard, self._manifest.position)
-        self._ids.add(shard.shard, batch.column("id").to_pylist())
-
-    def _ids_of(self, shard: int) -> list[str]:
-        ids: list[str] = self._files.rows(shard).column("id").to_pylist()
-        return ids
-
-    def _repeated_ids(self) -> Iterator[Fault]:
-        """One fault for each rows table with an id that was there before."""
-        shards = self._manifest.shards
-        found = self._ids.repeated(self._ids_of)
-        for table, group in groupby(found, key=lambda one: one[2].table):
-            (row_id, *places), *more = group
-            first, second = (shards[place.table].first_row + place.row for place in places)
-            yield Fault(
-                "rows_inconsistent",
-                shards[table].rows_file.name,
-                f"rows {first} and {second} have the same id {row_id!a}"
-                + (f", and {len(more)} more such" if more else ""),
-            )
-
-    def _features(self, shard: ShardEntry, number: int) -> None:
-        entry = shard.features_files[number]
-        array = self._files.checked(shard.shard, number, self._files.raw(entry))
-        check_vectors(entry.name, array, self._manifest.dtype)
-
-    def _traces(self, shard: ShardEntry) -> None:
-        try:
-            good = good_rows(self._files.rows(shard.shard))
-        except WLLMError:
-            # A fault of the rows table, whose own check names it: not of this file as well.
-            assert shard.trace_file is not None, "only shards with traces come here"
-            self._files.checked_table(shard.trace_file)
-        else:
-            self._files.traces(shard.shard, good)
-
-    def _trace_checks(self) -> Iterator[_Check]:
-        for shard in self._manifest.shards if self._manifest.trace else ():
-            for number, entry in enumerate(shard.features_files):
-                yield _Check(entry.name, 0, partial(check_traces, self._files, shard.shard, number))
+def _threads(store: Store) -> int:
+    is_local = store.local_path(DATASETS) is not None
+    return min(THREADS, os.cpu_count() or 1) if is_local else THREADS
 
 
-def _notes(store: Store, manifest: Manifest) -> tuple[str, ...]:
-    dataset_id = manifest.dataset_id
-    # Where a receipt is missing, which is a fault, its files have the manifest's word.
-    named = {entry.name for shard in manifest.shards for entry in shard.files}
-    try:
-        found = [one for one in orphans(store, dataset_id) if one[0] not in named]
-    except WLLMError:
-        return ()  # spec or receipts are damaged, which is among the faults
-    return tuple(f"{folder(dataset_id)}/{name}: {size} bytes, no record" for name, size in found)
+def _run(checks: Sequence[Check], threads: int) -> Iterator[tuple[Check, Fault | None]]:
+    """Each check and what it found, in no order.
+
+    Most of a table's check holds the interpreter, most of a features file's does not. So one
+    thread begins with the tables and the others with the features files, and none waits.
+    """
+    left = deque(sorted(checks, key=lambda check: check.is_free))
+    first: list[int] = []
+
+    def run_next(_number: int) -> tuple[Check, Fault | None]:
+        check = left.popleft() if threading.get_ident() == first[0] else left.pop()
+        return check, check.fault()
+
+    with ThreadPoolExecutor(
+        threads, initializer=lambda: first.append(threading.get_ident())
+    ) as pool:
+        yield from pool.map(run_next, range(len(checks)))
