@@ -90,6 +90,19 @@ class DatasetFiles(RecordedFiles):
         counts = [shard.feature_rows for shard in self.manifest.shards]
         return np.cumsum([0, *counts], dtype=np.int64)
 
+    @lazy
+    def _rows_each(self) -> int:
+        """How many feature rows all shards have but a last one that has fewer; 0: they differ."""
+        *others, last = np.diff(self.starts).tolist()
+        each = others[0] if others else last
+        return each if last <= each and set(others) <= {each} else 0
+
+    def shards_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[B] int64: in which shard each of some feature rows lies, [B] int64, in any order."""
+        if self._rows_each:  # dividing is ten times as fast as looking
+            return numbers // self._rows_each
+        return self.starts.searchsorted(numbers, side="right") - 1
+
     def row_shape(self, site: int | None) -> tuple[int, ...]:
         """The shape of one feature row: (D,) of one site, (L, D) of all.
 

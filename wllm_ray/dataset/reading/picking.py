@@ -84,7 +84,7 @@ class Picker:
         starts = self.files.starts
         dtype = numpy_dtype(self.files.manifest.dtype)
         result = np.empty((len(wanted), *self.row_shape), dtype)
-        shards = starts.searchsorted(wanted, side="right") - 1
+        shards = self.files.shards_of(wanted)
         by_shard = np.argsort(shards, kind="stable")
         present, begins = np.unique(shards[by_shard], return_index=True)
         for shard, places in zip(present.tolist(), np.split(by_shard, begins[1:]), strict=True):
@@ -137,16 +137,17 @@ class _MappedRows:
         # For each shard whose file is mapped, its first row, and the address of that; else 0.
         self._first_rows: dict[int, NDArray[np.void]] = {}
         self._addresses = np.zeros(len(files.manifest.shards), np.int64)
-        self._view = _View(self._addresses > 0, np.empty(0, np.void), self._addresses)
+        nothing = np.empty(0, np.void)
+        self._view = _View(self._addresses > 0, nothing, self._addresses, is_whole=False)
 
     def pick(self, wanted: NDArray[np.int64]) -> NDArray[Any]:
-        shards = self._files.starts.searchsorted(wanted, side="right") - 1
+        shards = self._files.shards_of(wanted)
         view = self._view
-        if not view.is_open.all() and not view.is_open[shards].all():
+        if not view.is_whole and not view.is_open[shards].all():
             # No lock, which a child that is forked might find held: a thread that writes an older
             # view over a newer one makes the next look again, and nothing else.
             view = self._view = self._opened(np.unique(shards).tolist())
-        places = view.origins[shards] + wanted * self._stride
+        places = view.origins.take(shards) + wanted * self._stride
         picked: NDArray[Any] = view.everywhere[places].view(self._dtype)
         return picked.reshape(len(wanted), *self._axes)
 
@@ -166,7 +167,8 @@ class _MappedRows:
         last_rows = addresses + (np.diff(starts) - 1) * self._stride
         span = int(last_rows[opened].max()) + 1 - begin
         everywhere = as_strided(self._first_rows[lowest], (span,), (1,), writeable=False)
-        return _View(is_open, everywhere, addresses - starts[:-1] * self._stride - begin)
+        origins = addresses - starts[:-1] * self._stride - begin
+        return _View(is_open, everywhere, origins, is_whole=bool(is_open.all()))
 
 
 class _View(NamedTuple):
@@ -177,8 +179,10 @@ class _View(NamedTuple):
         everywhere: A row that begins at every byte, from the lowest row in memory on.
         origins: [shards] int64: at which of these feature row 0 of the dataset would be, if all
             rows lay before and behind those of the shard; anything where it is not mapped.
+        is_whole: All files are mapped.
     """
 
     is_open: NDArray[np.bool_]
     everywhere: NDArray[np.void]
     origins: NDArray[np.int64]
+    is_whole: bool
