@@ -31,6 +31,7 @@ __all__ = [
     "rows_digest",
     "sha256_hex",
     "token_digest",
+    "token_digests",
 ]
 
 # Python refuses to convert longer decimal texts with int() and str() in one step.
@@ -282,6 +283,26 @@ def token_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
     if not isinstance(token_ids, np.ndarray) or token_ids.dtype != _INT32:
         token_ids = np.asarray(token_ids, _TOKEN_ID)
     return sha256_hex(np.ascontiguousarray(token_ids).data)
+
+
+def token_digests(rows: Sequence[NDArray[np.int32] | None]) -> list[str | None]:
+    """As :func:`token_digest`, of many rows in less time; None where a row has no ids.
+
+    Args:
+        rows: [T] int32 each.
+    """
+    sha256: Callable[[Any], Any] = hashlib.sha256
+    try:
+        return [
+            None
+            if ids is None
+            else sha256(ids).hexdigest()
+            if ids.dtype == _INT32
+            else token_digest(ids)
+            for ids in rows
+        ]
+    except ValueError:  # one of them does not lie in memory as it is read
+        return [None if ids is None else token_digest(ids) for ids in rows]
 
 
 def requests_digest(request_digests: Iterable[str]) -> str:

@@ -25,6 +25,7 @@ from wllm_ray.digest import (
     rows_digest,
     sha256_hex,
     token_digest,
+    token_digests,
 )
 from wllm_ray.errors import InvalidInputError
 
@@ -184,6 +185,19 @@ def test_token_digest_by_hand():
     assert token_digest(np.array([1, 2, 2**31 - 1], np.int32)) == expected
     assert token_digest(np.array([1, 2, 2**31 - 1], ">i8")) == expected
     assert token_digest([]) == hashlib.sha256(b"").hexdigest()
+
+
+@pytest.mark.parametrize(
+    "odd", [np.arange(8, dtype=np.int32)[::2], np.array([1, 2], ">i4"), np.array([1, 2], np.int64)]
+)
+def test_digests_of_many_rows_are_those_of_each(odd):
+    plain = [np.array([1, 2, 2**31 - 1], np.int32), None, np.empty(0, np.int32)]
+    for rows in (plain, [*plain, odd]):
+        expected = [
+            None if ids is None else hashlib.sha256(ids.astype("<u4").tobytes()).hexdigest()
+            for ids in rows
+        ]
+        assert token_digests(rows) == expected
 
 
 def test_request_digest_by_hand():

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from wllm_ray.dataset.format.arrow import read_batch
-from wllm_ray.digest import canonical_text, parse_json, rows_digest, token_digest
+from wllm_ray.digest import canonical_text, parse_json, rows_digest, token_digests
 from wllm_ray.errors import ROW_FAILURE_CODES, IntegrityError, InvalidInputError
 from wllm_ray.lazy import lazy
 from wllm_ray.records import RowFailure
@@ -80,7 +80,7 @@ class RowColumns:
     @lazy
     def token_digests(self) -> list[str | None]:
         """Of the token ids, where there are any."""
-        return [None if ids is None else token_digest(ids) for ids in self.token_ids]
+        return token_digests(self.token_ids)
 
     @lazy
     def statuses(self) -> list[str]:
