@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from wllm_ray.digest import canonical_text, parse_json
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.records import InputRow
+from wllm_ray.usual_rows import MAX_ID_BYTES, usual_row
 from wllm_ray.validation import unknown_field
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
     "utf8_bytes",
 ]
 
-MAX_ID_BYTES = 512
 MAX_METADATA_BYTES = 64 * 1024
 MAX_DEPTH = 32
 # A message that lists more would not be read; the count says how many there are.
@@ -38,7 +38,6 @@ MAX_LISTED_PROBLEMS = 50
 _CONTENT_KEYS = ("prompt", "messages", "token_ids")
 _KEYS = ("id", *_CONTENT_KEYS, "metadata")
 _KNOWN_KEYS = frozenset(_KEYS)
-_USUAL_MEMBERS = 3
 _INTEGERS_ONLY = frozenset({int})
 _FLAT = frozenset({str, int, float, bool, type(None)})
 
@@ -140,8 +139,6 @@ def check_row(value: Any) -> InputRow | str:
     Args:
         value: What the JSON decoder made of the line.
     """
-    if (row := _usual_row(value)) is not None:
-        return row
     if not isinstance(value, dict):
         return f"a row must be a JSON object, found {type(value).__name__}"
     if not _KNOWN_KEYS.issuperset(value):
@@ -161,30 +158,6 @@ def check_row(value: Any) -> InputRow | str:
     if (size := utf8_bytes(text)) > MAX_METADATA_BYTES:
         return f"`metadata` must be at most {MAX_METADATA_BYTES} bytes of JSON, found {size}"
     return InputRow(value["id"], {present[0]: value[present[0]]}, text)
-
-
-def _usual_row(value: Any) -> InputRow | None:
-    """The row, where it is what nearly all are, and nothing else needs to be looked at.
-
-    An id in ASCII, a prompt, and flat metadata. Found out at once: rows come in millions.
-    """
-    if type(value) is not dict or len(value) != _USUAL_MEMBERS:
-        return None
-    row_id, prompt, metadata = value.get("id"), value.get("prompt"), value.get("metadata")
-    if (
-        type(row_id) is not str
-        or not row_id.isascii()
-        or not 0 < len(row_id) <= MAX_ID_BYTES
-        or type(prompt) is not str
-        or type(metadata) is not dict
-        or not _FLAT.issuperset(map(type, metadata.values()))
-    ):
-        return None
-    text = canonical_text(metadata)
-    # What is longer may still be short enough; that is for others to count.
-    if 4 * len(text) > MAX_METADATA_BYTES:
-        return None
-    return InputRow(row_id, {"prompt": prompt}, text)
 
 
 def _checked(number: int, value: Any) -> InputRow | RowProblem:
@@ -235,6 +208,9 @@ def read_jsonl(
         line = raw.removesuffix(b"\n").removesuffix(b"\r")
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
+        if (row := usual_row(line, again=again)) is not None:
+            yield number, row
+            continue
         if not line.strip(b" \t"):
             continue
         try:

@@ -2,14 +2,10 @@
 
 import io
 import json
-from unittest import mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.fakes import MAX_MODEL_LEN, VOCAB_SIZE, FakeTokenizer
-from wllm_ray import rows
 from wllm_ray.digest import canonical_text, parse_json
 from wllm_ray.errors import InvalidInputError
 from wllm_ray.records import CaptureIdentity, InputRow
@@ -188,36 +184,6 @@ def test_values_at_the_bound_are_taken(row):
 
 def test_metadata_of_exactly_64_kib_is_taken():
     assert parse(line(metadata={"k": "x" * (65536 - len('{"k":""}'))}))
-
-
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=3)
-    | st.just("\ud83d")
-)
-VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.just("x" * 600) | st.just({"k": "y" * 70_000})
-OBJECTS = st.dictionaries(st.sampled_from("abé"), VALUES, max_size=3)
-ROWS = st.fixed_dictionaries(
-    {"id": st.just("r") | VALUES, "prompt": st.just("p") | VALUES, "metadata": OBJECTS | VALUES},
-    optional={"messages": VALUES},
-) | st.dictionaries(st.sampled_from(["id", "prompt", "metadata", "token_ids", "é"]), VALUES)
-
-
-@pytest.mark.requirement("L-6")
-@given(ROWS)
-def test_the_short_way_for_usual_rows_says_what_the_long_way_says(value):
-    def outcome():
-        try:
-            return rows.check_row(value)
-        except InvalidInputError as error:
-            return error.message
-
-    found = outcome()
-    with mock.patch.object(rows, "_usual_row", return_value=None):
-        assert outcome() == found
 
 
 @pytest.mark.requirement("L-6")
