@@ -392,14 +392,15 @@ def test_so_many_files_are_read_at_once(options):
 
 def test_local_files_are_read_by_no_more_threads_than_there_are_cores(tmp_path, monkeypatch):
     write_dataset(open_store(tmp_path), make_rows(30))
-    threads, real = set(), checks.get_document
+    threads, real = set(), checks.Check.fault
 
-    def get_document(*asked):
-        threads.add(threading.get_ident())
-        time.sleep(0.01)  # or one thread would do all
-        return real(*asked)
+    def fault(self):
+        if threading.current_thread() is not threading.main_thread():
+            threads.add(threading.get_ident())
+            time.sleep(0.01)  # or one thread would do all
+        return real(self)
 
-    monkeypatch.setattr(checks, "get_document", get_document)
+    monkeypatch.setattr(checks.Check, "fault", fault)
     for cores, expected in ((1, 1), (2, 2), (64, THREADS)):
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
         threads.clear()

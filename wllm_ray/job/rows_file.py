@@ -1,6 +1,6 @@
 """A JSONL file read as often as needed, with memory that does not grow with it.
 
-The first pass checks every line and every id; it keeps 16 bytes per row, and another 16 bytes per
+The first pass checks every line and every id; it keeps 12 bytes per row, and another 12 bytes per
 repeated id if there are any.
 """
 
@@ -29,7 +29,7 @@ from wllm_ray.rows import (
 
 __all__ = ["RowsFile"]
 
-HASH_BYTES = 16
+HASH_BYTES = 12
 
 
 class RowsFile:

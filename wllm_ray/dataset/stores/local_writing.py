@@ -32,6 +32,9 @@ _PRIVATE_FILE = 0o600
 # Below this a thread costs more than hashing.
 _HASHED_ALONGSIDE = 1 << 20
 _HASHERS = 16
+# Several files that are written at once would otherwise all be flushed at the end, at once.
+_WRITTEN_AT_ONCE = 8 << 20
+_WORTH_WRITEBACK = 1 << 20
 
 
 @contextlib.contextmanager
@@ -74,13 +77,26 @@ def write(path: Path, buffers: list[memoryview]) -> None:
     """Write a new file, private and durable."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE)
     try:
+        end = 0
         for buffer in buffers:
             done = 0
             while done < len(buffer):
-                done += os.write(descriptor, buffer[done:])
+                count = os.write(descriptor, buffer[done : done + _WRITTEN_AT_ONCE])
+                _begin_writeback(descriptor, end, count)
+                done, end = done + count, end + count
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _begin_writeback(descriptor: int, start: int, count: int) -> None:
+    """Let the disk have what was written while the rest is on its way; fsync waits for it.
+
+    Linux begins to write back what is not to be kept. It drops only what is written back by then,
+    which these bytes are not, so they are still in memory for whoever reads them next.
+    """
+    if count >= _WORTH_WRITEBACK:
+        os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_DONTNEED)
 
 
 def link(temporary: Path, path: Path) -> bool:
