@@ -44,7 +44,7 @@ _ARROW_TYPES: dict[Dtype, pa.DataType] = {
 # Bytes that are checked and then hashed. Each is a call without the interpreter lock, which has to
 # be waited for afterwards where other threads are busy: so not too little at once. Nor so much that
 # hashing finds nothing of it in the cache.
-_CHECKED_AT_ONCE = 8 << 20
+_CHECKED_AT_ONCE = 32 << 20
 
 Part = bytes | memoryview
 

@@ -176,7 +176,9 @@ class LocalStore:
     def _path(self, key: str) -> Path:
         check_key(key)
         root = os.path.realpath(self._root)
-        path = os.path.realpath(os.path.join(root, key))  # noqa: PTH118 (realpath twice as fast)
+        path = f"{root.rstrip('/')}/{key}"
+        if _has_link(path, len(path) - len(key)):
+            path = os.path.realpath(path)
         if not path.startswith(root.rstrip("/") + "/"):
             raise IntegrityError(
                 f"{key} is a symbolic link that leaves the storage root {self.uri}; "
@@ -220,6 +222,24 @@ class LocalStore:
         with contextlib.suppress(IntegrityError):
             return self._stat(key)
         return None
+
+
+def _has_link(path: str, start: int) -> bool:
+    """Whether one of the names in a path, from ``start`` on, is a symbolic link.
+
+    Half as many looks as ``realpath`` takes, each of which lets go of the interpreter.
+    """
+    end = start
+    while end < len(path):
+        found = path.find("/", end + 1)
+        end = len(path) if found < 0 else found
+        try:
+            mode = os.lstat(path[:end]).st_mode
+        except OSError:
+            return False  # there is nothing, or nobody may look, and below it neither
+        if stat.S_ISLNK(mode):
+            return True
+    return False
 
 
 def _entries(folder: Path) -> list[tuple[str, os.DirEntry[str]]]:
