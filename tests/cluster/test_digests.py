@@ -27,9 +27,13 @@ from wllm_ray import load_dataset
 
 pytestmark = pytest.mark.requirement("D-3", "R-3")
 
-TINY = [("qwen3", torch.bfloat16), ("gemma3", torch.float32)]
-OTHER_TINY = [("qwen3", torch.float32), ("gemma3", torch.bfloat16)]
-CROWDED = TINY[0]
+# One model in every run, the others in the long sweeps: each starts two clusters' worth of engines.
+CROWDED = ("qwen3", torch.bfloat16)
+OTHER_TINY = [
+    ("qwen3", torch.float32),
+    ("gemma3", torch.float32),
+    ("gemma3", torch.bfloat16),
+]
 # Thirty blocks of 32 tokens, in bfloat16: one and a half of the longest rows.
 SMALL_CACHE = {"kv_cache_memory_bytes": 30 * 32 * 2 * LAYERS * 2 * 32 * 2}
 
@@ -37,7 +41,7 @@ SMALL_CACHE = {"kv_cache_memory_bytes": 30 * 32 * 2 * LAYERS * 2 * 32 * 2}
 @pytest.fixture(
     scope="module",
     params=[
-        *TINY,
+        CROWDED,
         *(pytest.param(one, marks=pytest.mark.slow) for one in OTHER_TINY),
         *(pytest.param((None, d), marks=pytest.mark.slow) for d in ("bfloat16", "float32")),
     ],

@@ -115,6 +115,7 @@ def test_a_cut_that_changes_bits_is_given_up(open_engine, monkeypatch):
         assert "the rows differ" in started.description.selftest.checks["depth"]
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("C-12")
 def test_the_second_runner_stops_as_early(tiny_model, tmp_path):
     pytest.importorskip("triton")
