@@ -27,7 +27,7 @@ from wllm_ray import load_dataset
 
 pytestmark = pytest.mark.requirement("D-3", "R-3")
 
-# One model in every run, the others in the long sweeps: each starts two clusters' worth of engines.
+# One model in every run, the others in the long sweeps: each loads three engines or more.
 CROWDED = ("qwen3", torch.bfloat16)
 OTHER_TINY = [
     ("qwen3", torch.float32),
