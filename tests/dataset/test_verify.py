@@ -427,6 +427,27 @@ def test_one_thread_begins_with_the_tables_and_the_others_with_features(store, r
     assert sorted(firsts) == ["json", "npy", "npy"]
 
 
+def test_who_interrupts_waits_for_what_is_begun_and_for_nothing_else(store, root, monkeypatch):
+    write_dataset(store, make_rows(30))
+    begun, real = [], checks.Check.fault
+
+    def fault(self):
+        begun.append(self.file)
+        time.sleep(0.02)
+        return real(self)
+
+    def interrupt(_done, _total):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checks.Check, "fault", fault)
+    with pytest.raises(KeyboardInterrupt) as kept:  # and with it every frame
+        verify_dataset(root, "d", threads=2, on_bytes=interrupt)
+    so_far = len(begun)
+    time.sleep(0.2)
+    assert so_far == len(begun) < 10
+    assert kept
+
+
 def test_a_dataset_that_was_begun_is_told_from_one_that_is_not_there(store, root):
     rows = make_rows(6)
     spec = make_spec(rows)

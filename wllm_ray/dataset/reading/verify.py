@@ -5,10 +5,11 @@ Loading stops at the first fault; this goes on and lists them all.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -144,10 +145,12 @@ def verify_files(
     checks = list(checker.checks())
     faults = []
     done, total = 0, sum(check.bytes for check in checks)
-    for check, fault in _run(checks, threads or _threads(files.store)):
-        faults += [fault] if fault else []
-        done += check.bytes
-        on_bytes(done, total)
+    # Closed at once where this is interrupted: what is not begun is then not done.
+    with contextlib.closing(_run(checks, threads or _threads(files.store))) as results:
+        for check, fault in results:
+            faults += [fault] if fault else []
+            done += check.bytes
+            on_bytes(done, total)
     faults += checker.faults_between_files(is_sound=not faults)
     place = {check.file: number for number, check in enumerate(checks)}
     return VerifyReport(
@@ -165,7 +168,7 @@ def _threads(store: Store) -> int:
     return min(THREADS, os.cpu_count() or 1) if is_local else THREADS
 
 
-def _run(checks: Sequence[Check], threads: int) -> Iterator[tuple[Check, Fault | None]]:
+def _run(checks: Sequence[Check], threads: int) -> Generator[tuple[Check, Fault | None]]:
     """Each check and what it found, in no order.
 
     Most of a table's check holds the interpreter, most of a features file's does not. So one
