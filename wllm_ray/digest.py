@@ -191,18 +191,15 @@ _HOOKS: dict[str, Any] = {
     "parse_constant": _no_constant,
     "parse_float": _finite,
 }
-# Of texts in which no integer can be long; the second, of those that were read with the first.
+# Of a text in which no integer can be long.
 _SHORT_DECODER = json.JSONDecoder(**_HOOKS)
-_AGAIN_DECODER = json.JSONDecoder(parse_constant=_no_constant)
 _DECODER = json.JSONDecoder(**_HOOKS, parse_int=_integer)
 
 
-def _decoded(text: str, *, again: bool) -> Any:
+def _decoded(text: str) -> Any:
     if text.startswith("\ufeff"):
         raise json.JSONDecodeError("a byte order mark (BOM)", text, 0)
-    decoder = _DECODER
-    if len(text) < _PLAIN_INT_DIGITS:
-        decoder = _AGAIN_DECODER if again else _SHORT_DECODER
+    decoder = _SHORT_DECODER if len(text) < _PLAIN_INT_DIGITS else _DECODER
     # Most texts begin and end with their value, and looking for blanks takes as long as reading it.
     try:
         value, end = decoder.raw_decode(text)
@@ -211,15 +208,10 @@ def _decoded(text: str, *, again: bool) -> Any:
     return value if end == len(text) else decoder.decode(text)
 
 
-def parse_json(data: bytes | str, *, again: bool = False) -> Any:
+def parse_json(data: bytes | str) -> Any:
     """Parse strict JSON: UTF-8, no duplicate keys, no NaN, no Infinity.
 
     Integers keep all their digits, up to the 65,536 that the largest metadata could hold.
-
-    Args:
-        data: The text.
-        again: It was parsed before, and a digest of the value will be compared: keys that occur
-            twice are not looked for once more, which takes as long as all the rest.
 
     Raises:
         InvalidInputError: The data are not strict JSON (code ``invalid_json``). The message never
@@ -227,7 +219,7 @@ def parse_json(data: bytes | str, *, again: bool = False) -> Any:
     """
     try:
         text = data if isinstance(data, str) else bytes(data).decode()
-        return _decoded(text, again=again)
+        return _decoded(text)
     except UnicodeDecodeError as error:
         raise InvalidInputError(
             f"not UTF-8: byte {error.start} cannot be decoded ({error.reason})",

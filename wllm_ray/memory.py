@@ -54,6 +54,12 @@ class _Pauses:
                 gc.disable()
             self._count += 1
 
+    def forget(self) -> None:
+        """In a forked process, which has none of the threads that paused."""
+        if self._count and self._was_on:
+            gc.enable()
+        self._lock, self._count = threading.Lock(), 0
+
     def end(self) -> None:
         with self._lock:
             self._count -= 1
@@ -62,6 +68,7 @@ class _Pauses:
 
 
 _pauses = _Pauses()
+os.register_at_fork(after_in_child=_pauses.forget)
 
 
 @contextlib.contextmanager

@@ -188,18 +188,11 @@ def id_of(item: InputRow | RowProblem) -> str | None:
     return item.row_id if isinstance(item, RowProblem) else item.id
 
 
-def read_jsonl(
-    stream: BinaryIO, *, again: bool = False
-) -> Iterator[tuple[int, InputRow | RowProblem]]:
+def read_jsonl(stream: BinaryIO) -> Iterator[tuple[int, InputRow | RowProblem]]:
     r"""Read rows from a JSONL byte stream, one line at a time.
 
     Lines end at ``\n`` only and a ``\r`` before it is dropped; blank lines are skipped but
     counted. A byte order mark at the beginning of the stream is dropped.
-
-    Args:
-        stream: The bytes.
-        again: They were read before, and digests tell whether the rows are still the same; see
-            :func:`~wllm_ray.digest.parse_json`.
 
     Yields:
         (line number from 1, the row or its problem).
@@ -208,13 +201,13 @@ def read_jsonl(
         line = raw.removesuffix(b"\n").removesuffix(b"\r")
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
-        if (row := usual_row(line, again=again)) is not None:
+        if (row := usual_row(line)) is not None:
             yield number, row
             continue
         if not line.strip(b" \t"):
             continue
         try:
-            value = parse_json(line, again=again)
+            value = parse_json(line)
         except InvalidInputError as error:
             yield number, RowProblem(number, error.message)
         else:

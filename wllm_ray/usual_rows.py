@@ -32,12 +32,11 @@ _decode = msgspec.json.Decoder(_Line).decode
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
-def usual_row(line: bytes, *, again: bool) -> InputRow | None:
+def usual_row(line: bytes) -> InputRow | None:
     """A row with an id in ASCII, a prompt, and flat metadata without floats; None for all others.
 
     Args:
         line: Without its end.
-        again: As in :func:`wllm_ray.digest.parse_json`.
     """
     try:
         read = _decode(line)
@@ -53,7 +52,7 @@ def usual_row(line: bytes, *, again: bool) -> InputRow | None:
         if not _SCALARS.issuperset(types):
             return None
         quoted += 1 + len(types) + types.count(str)
-    if not again and not _has_texts(line, quoted):
+    if not _has_texts(line, quoted):
         return None
     try:
         text = _encode(metadata)

@@ -1,5 +1,6 @@
 """How bytes get into a local file."""
 
+import errno
 import hashlib
 import os
 
@@ -45,3 +46,14 @@ def test_a_large_file_is_on_its_way_before_all_of_it_is_written(tmp_path, monkey
     assert (tmp_path / "file").read_bytes() == b"head" + data
     # What is small is left to fsync.
     assert calls == ["write", *["write", "posix_fadvise"] * 3, "fsync"]
+
+
+@pytest.mark.requirement("D-4")
+def test_advice_that_the_system_does_not_take_is_no_error(tmp_path, monkeypatch):
+    def refuse(*_asked):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    data = os.urandom(1 << 20) * 2
+    write(tmp_path / "file", [memoryview(data)])
+    assert (tmp_path / "file").read_bytes() == data

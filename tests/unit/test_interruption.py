@@ -91,6 +91,39 @@ def test_a_second_signal_does_not_wait_for_what_the_first_has_cancelled(sigint, 
     assert code() == TERMINATED
 
 
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_second_signal_ends_what_does_not_let_the_loop_go_on(sigint, handler):
+    sigint(handler)
+    reached = []
+
+    async def main():
+        os.kill(os.getpid(), signal.SIGTERM)
+        reached.append("first")
+        os.kill(os.getpid(), signal.SIGTERM)
+        reached.append("second")
+
+    with sigterm_interrupts() as code, pytest.raises(KeyboardInterrupt):
+        run_async(main())
+    assert (code(), reached) == (TERMINATED, ["first"])
+
+
+def test_sigterm_cancels_also_where_nobody_else_handles_it(sigint):
+    sigint(signal.SIG_IGN)
+    ended = []
+
+    async def main():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append("in order")
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        run_async(main())
+    assert ended == ["in order"]
+
+
 def test_who_cancels_without_a_signal_is_not_called_an_interruption(sigint):
     sigint(signal.SIG_IGN)
 

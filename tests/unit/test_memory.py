@@ -1,6 +1,7 @@
 """What the system says of memory."""
 
 import gc
+import os
 import threading
 from pathlib import Path
 
@@ -78,3 +79,16 @@ def test_a_collector_that_the_caller_turned_off_stays_off():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_fork_in_the_middle_of_a_pause_collects_and_may_pause():
+    with memory.collector_paused():
+        child = os.fork()
+        if not child:
+            was_on = gc.isenabled()
+            with memory.collector_paused():
+                is_off = not gc.isenabled()
+            os._exit(0 if was_on and is_off and gc.isenabled() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not gc.isenabled()
+    assert gc.isenabled()

@@ -139,17 +139,18 @@ def test_an_object_under_a_storage_root_is_read_like_a_file(tmp_path):
 
 
 @pytest.mark.requirement("L-6")
-def test_keys_that_occur_twice_are_found_by_the_first_pass_and_left_to_digests_afterwards(tmp_path):
-    twice = b'{"id":"a","prompt":"x","prompt":"y"}\n'
+@pytest.mark.parametrize(
+    "line",
+    [b'{"id":"a","prompt":"x","prompt":"y"}', b'{"id":"a","messages":[{"n":1e400}]}', b"nope"],
+)
+def test_a_later_pass_is_as_strict_as_the_first(tmp_path, line):
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(twice)
-    with pytest.raises(InvalidInputError, match="line 1: key 'prompt' occurs twice"):
-        RowsFile(path).check()
     path.write_bytes(b'{"id":"a","prompt":"x"}\n')
     rows = RowsFile(path)
     rows.check()
-    path.write_bytes(twice)
-    assert [row.content for row in rows()] == [{"prompt": "y"}]
+    path.write_bytes(line + b"\n")
+    with pytest.raises(IntegrityError, match=r"line 1 of .* was well formed"):
+        list(rows())
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

@@ -44,21 +44,21 @@ def run_async(main: Coroutine[Any, Any, Result]) -> Result:
     Raises:
         KeyboardInterrupt: `main` was cancelled by a signal.
     """
-    terminated = False
+    signals = 0
 
     async def cancelled_by_sigterm() -> Result:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         outer = signal.getsignal(signal.SIGTERM)
+        handle = outer if callable(outer) else signal.default_int_handler
 
         def interrupt(number: int, frame: FrameType | None) -> None:
-            nonlocal terminated
+            nonlocal signals
+            signals += 1
             try:
-                if callable(outer):
-                    outer(number, frame)
+                handle(number, frame)
             except KeyboardInterrupt:
-                if terminated or task is None:
+                if signals > 1 or task is None:
                     raise
-                terminated = True
                 # The loop may be asleep; this wakes it.
                 loop.call_soon_threadsafe(task.cancel)
 
@@ -68,7 +68,7 @@ def run_async(main: Coroutine[Any, Any, Result]) -> Result:
     try:
         return asyncio.run(cancelled_by_sigterm())
     except asyncio.CancelledError:
-        if terminated:
+        if signals:
             raise KeyboardInterrupt from None
         raise
 

@@ -77,10 +77,10 @@ class RowsFile:
         """
         return self._again() if self._checked else self._first_pass()
 
-    def _items(self, *, again: bool = False) -> Iterator[tuple[int, InputRow | RowProblem]]:
+    def _items(self) -> Iterator[tuple[int, InputRow | RowProblem]]:
         try:
             with self._open() as stream:
-                yield from read_jsonl(stream, again=again)
+                yield from read_jsonl(stream)
         except StorageError:
             raise
         except OSError as error:
@@ -112,8 +112,7 @@ class RowsFile:
         self._checked = True
 
     def _again(self) -> Iterator[InputRow]:
-        # Whoever plans with the first pass compares the digest of each shard's requests.
-        for line, item in self._items(again=True):
+        for line, item in self._items():
             if isinstance(item, RowProblem):
                 raise IntegrityError(
                     f"line {line} of {self._location} was well formed when the file was checked "

@@ -92,11 +92,12 @@ def write(path: Path, buffers: list[memoryview]) -> None:
 def _begin_writeback(descriptor: int, start: int, count: int) -> None:
     """Let the disk have what was written while the rest is on its way; fsync waits for it.
 
-    Linux begins to write back what is not to be kept. It drops only what is written back by then,
-    which these bytes are not, so they are still in memory for whoever reads them next.
+    Linux begins to write back what is not to be kept, and drops only what is written back by then:
+    hardly any of these bytes, so they are still in memory for whoever reads them next.
     """
     if count >= _WORTH_WRITEBACK:
-        os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):  # advice that nobody takes; fsync tells what is wrong
+            os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_DONTNEED)
 
 
 def link(temporary: Path, path: Path) -> bool:
