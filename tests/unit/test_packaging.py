@@ -73,7 +73,7 @@ def test_the_wheel_holds_the_library_alone(tmp_path):
 def test_the_bare_install_brings_no_engine_and_no_ray():
     bare = {name_of(one) for one in PROJECT["dependencies"]}
     assert bare == {
-        "httpx", "numpy", "obstore", "pyarrow", "pydantic", "rich", "tenacity", "typer",
+        "httpx", "msgspec", "numpy", "obstore", "pyarrow", "pydantic", "rich", "tenacity", "typer",
     }  # fmt: skip
     assert set(PROJECT["optional-dependencies"]) == {
         "vllm", "cpu", "transformers", "serve", "probe", "export", "demo", "dev",
